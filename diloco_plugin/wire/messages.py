@@ -1,0 +1,277 @@
+"""The messages of protocol version 1: what may be said, by whom, and how long it may be.
+
+Control messages travel alone; bulk messages travel as two frames, header and payload. Everything is
+msgpack by msgspec: typed, bounded, unknown fields refused. A tensor's size, dtype and place never come
+from a message: both sides know them from the layout that was agreed at the door.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+PROTOCOL: Final = 1
+#: Largest control message, in bytes. A model description of about 40,000 tensors fits.
+CONTROL_BYTES_MAX: Final = 4 * 1024 * 1024
+TENSORS_MAX: Final = 100_000
+FRAGMENTS_MAX: Final = 4096
+MODEL_CONFIG_BYTES_MAX: Final = 256 * 1024
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+LongName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Incarnation = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Fragment = Annotated[int, msgspec.Meta(ge=0, lt=FRAGMENTS_MAX)]
+Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every message. The tag is the class name."""
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One tensor of a learner's model, as it introduces itself."""
+
+    name: LongName
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    kind: Annotated[str, msgspec.Meta(max_length=16)]
+    alias_of: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
+# ---- learner to syncer, control ----
+
+
+class Hello(Message):
+    """I want to join, or to come back."""
+
+    protocol: Count
+    run: Annotated[str, msgspec.Meta(max_length=128)]
+    name: Name
+    incarnation: Incarnation
+    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+    epoch: Count = 0
+    #: versions held from that epoch, by fragment; empty when none are held
+    versions: Annotated[tuple[Count, ...], msgspec.Meta(max_length=FRAGMENTS_MAX)] = ()
+    clock: Count = 0
+    #: seed of the data order, when the trainer has one (two equal ones are warned about)
+    data_seed: int | None = None
+    #: the model's config.json, if it has one; travels into the published folder
+    model_config: Annotated[str, msgspec.Meta(max_length=MODEL_CONFIG_BYTES_MAX)] = ""
+    version: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class Heartbeat(Message):
+    """I am alive (my process is; Progress says that training moves)."""
+
+    epoch: Count
+
+
+class Progress(Message):
+    """My clock and how long a step takes."""
+
+    epoch: Count
+    clock: Count
+    step_ns: Count
+    tokens: Count
+
+
+class Offer(Message):
+    """I have what you pulled. `nothing` says why not, and then nothing follows."""
+
+    epoch: Count
+    round: Count
+    fragment: Count
+    base: Count = 0
+    steps: Count = 0
+    tokens: Count = 0
+    nothing: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class Taken(Message):
+    """I hold the global model now."""
+
+    epoch: Count
+
+
+class ProbeAnswer(Message):
+    """Yes, I am still here."""
+
+    nonce: Count
+
+
+class CloseRequest(Message):
+    """I have finished: open a closing round for these fragments."""
+
+    epoch: Count
+    fragments: Annotated[tuple[Count, ...], msgspec.Meta(max_length=FRAGMENTS_MAX)]
+
+
+class Goodbye(Message):
+    """I leave; do not wait for me."""
+
+    epoch: Count
+
+
+class StatusRequest(Message):
+    """Anyone may ask."""
+
+
+# ---- syncer to learner, control ----
+
+
+class Welcome(Message):
+    """You are in. Everything that you must know to take part."""
+
+    protocol: Count
+    run: Annotated[str, msgspec.Meta(max_length=128)]
+    epoch: Count
+    index: Count
+    count: Count
+    clock: Count
+    fragments: Annotated[int, msgspec.Meta(ge=1, le=FRAGMENTS_MAX)]
+    fingerprint: Annotated[str, msgspec.Meta(max_length=128)]
+    parameters: dict[str, Any]
+    #: port of the bulk socket, on the host that the learner reached
+    bulk_port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    #: says on the bulk socket who is speaking
+    token: Token
+
+
+class Refuse(Message):
+    """You are not in, and why. `code` is one of core.policy's refusal codes."""
+
+    code: Name
+    text: Text
+
+
+class HelloRequired(Message):
+    """I do not know you: introduce yourself."""
+
+    epoch: Count
+
+
+class HeartbeatAnswer(Message):
+    """I heard you."""
+
+    epoch: Count
+
+
+class SeedRequest(Message):
+    """The run is empty: your model becomes the global one. I will fetch it."""
+
+
+class Pull(Message):
+    """Give me your pseudo-gradient of this fragment."""
+
+    round: Count
+    fragment: Fragment
+    version: Count
+    closing: bool
+
+
+class Announce(Message):
+    """Fragment `fragment` has reached `version`; fetch it when you can."""
+
+    fragment: Fragment
+    version: Count
+    clock: Count
+    codec: Annotated[str, msgspec.Meta(max_length=16)]
+
+
+class Fate(Message):
+    """What became of your push."""
+
+    round: Count
+    fragment: Count
+    fate: Name
+    reason: Text = ""
+
+
+class Probe(Message):
+    """Somebody claims your name. Are you still there?"""
+
+    nonce: Count
+
+
+class Fence(Message):
+    """You are no longer this learner; somebody newer is."""
+
+    reason: Text
+
+
+class RunComplete(Message):
+    """The run has reached its last step: stop training and close."""
+
+    reason: Text
+
+
+class GoingAway(Message):
+    """The syncer stops. Train on; look for it again later."""
+
+    reason: Text
+
+
+class Warn(Message):
+    """Something that the learner's user should read."""
+
+    text: Text
+
+
+class Status(Message):
+    """The answer to StatusRequest: a plain tree for people and programs."""
+
+    body: dict[str, Any]
+
+
+# ---- bulk, both directions: receiver-driven. Want is the credit; nothing moves without it ----
+
+
+class BulkHello(Message):
+    """Binds a bulk connection to the learner that got this token in its Welcome."""
+
+    token: Token
+
+
+class Want(Message):
+    """Send me chunks `first` to `first + count - 1` of this transfer.
+
+    kind "push": syncer to learner, `key` is the round. kind "seed": syncer to learner, `key` is 0.
+    kind "fetch": learner to syncer, `key` is the version.
+    """
+
+    kind: Annotated[str, msgspec.Meta(max_length=8)]
+    fragment: Fragment
+    key: Count
+    first: Count
+    count: Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+
+class Chunk(Message):
+    """One chunk; its payload is the second frame. `crc` is zlib.crc32 of the payload."""
+
+    kind: Annotated[str, msgspec.Meta(max_length=8)]
+    fragment: Fragment
+    key: Count
+    index: Count
+    crc: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class Gone(Message):
+    """That transfer does not exist (any more): the version is superseded, or the round is over."""
+
+    kind: Annotated[str, msgspec.Meta(max_length=8)]
+    fragment: Fragment
+    key: Count
+
+
+ToSyncer: TypeAlias = (
+    Hello | Heartbeat | Progress | Offer | Taken | ProbeAnswer | CloseRequest | Goodbye | StatusRequest
+)
+ToLearner: TypeAlias = (
+    Welcome | Refuse | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce | Fate | Probe
+    | Fence | RunComplete | GoingAway | Warn | Status
+)  # fmt: skip
+Bulk: TypeAlias = BulkHello | Want | Chunk | Gone

@@ -5,8 +5,8 @@
     ├── AddressInUseError    somebody else listens on that address         (exit code 75)
     ├── LayoutError          a model cannot be laid out, or two models differ
     ├── UnsupportedError     this optimizer or strategy cannot be synced, and why
-    ├── RefusedError         the syncer said no at the door (``code`` says which no)
-    ├── UnreachableError     no syncer answered in time
+    ├── RefusedError         the syncer said no at the door, ``code`` says which no (exit code 77)
+    ├── UnreachableError     no syncer answered in time                (exit code 69)
     └── WireError            bytes from a peer break the protocol (``reason`` is a fate's reason)
 
 The last sentence of a message says what to do.
@@ -48,6 +48,8 @@ class RefusedError(DiLoCoError):
         code: machine-readable reason, one of the refusal codes of ``core.policy``.
     """
 
+    exit_code = 77
+
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
         self.code = code
@@ -55,6 +57,8 @@ class RefusedError(DiLoCoError):
 
 class UnreachableError(DiLoCoError):
     """No syncer answered within the allowed time."""
+
+    exit_code = 69
 
 
 class WireError(DiLoCoError):

@@ -150,7 +150,8 @@ def _typed(key: str, flag: str) -> Callable[[str], Any]:
         try:
             return from_text(key, text, f"flag {flag}")
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+            expected = str(error).rpartition(": ")[2].removesuffix(".")
+            raise argparse.ArgumentTypeError(f"{text!r}: {expected}") from None
 
     return convert
 

@@ -238,7 +238,8 @@ def _parameters(values: dict[str, Any], sources: Mapping[str, str]) -> Parameter
             parameters.outer_options,
         )
     except ConfigError as error:
-        raise ConfigError(f"{error}{_origin('outer_optimizer outer_options', sources)}") from None
+        origin = _origin("outer_optimizer outer_lr outer_momentum outer_options", sources)
+        raise ConfigError(f"{str(error).removesuffix('.')}{origin}.") from None
     return parameters
 
 
@@ -254,7 +255,8 @@ def _origin(text: str, sources: Mapping[str, str]) -> str:
 
 def _raise_for(problem: str | None, sources: Mapping[str, str]) -> None:
     if problem:
-        raise ConfigError(problem + _origin(" ".join(re.findall(r"(\w+)=", problem)), sources))
+        origin = _origin(" ".join(re.findall(r"(\w+)=", problem)), sources)
+        raise ConfigError(f"{problem.removesuffix('.')}{origin}.")
 
 
 def parameters_to(parameters: Parameters) -> dict[str, Any]:

@@ -17,48 +17,73 @@ SECOND_NS: Final = 1_000_000_000
 class Parameters:
     """Everything that syncer and learners must agree on. Field metadata ``help`` is the CLI's help."""
 
-    sync_every: int = field(default=24, metadata={"help": "H: steps between two syncs of the same fragment"})
+    sync_every: int = field(
+        default=24, metadata={"help": "H: steps between two syncs of the same fragment"}
+    )
     fragments: int = field(default=24, metadata={"help": "P: number of fragments, at most H"})
-    overlap: int = field(default=2, metadata={"help": "tau: steps that one fragment exchange may take"})
+    overlap: int = field(
+        default=2, metadata={"help": "tau: steps that one fragment exchange may take"}
+    )
     quorum: int = field(default=1, metadata={"help": "K: pushes that a round needs"})
     grace: float = field(
-        default=0.8, metadata={"help": "gamma: share of the hidden time spent waiting for stragglers"}
+        default=0.8,
+        metadata={"help": "gamma: share of the hidden time spent waiting for stragglers"},
     )
     alpha: float = field(
-        default=0.0, metadata={"help": "share of the local value kept when a fragment arrives; 0 overwrites"}
+        default=0.0,
+        metadata={"help": "share of the local value kept when a fragment arrives; 0 overwrites"},
     )
-    merge: str = field(default="rda", metadata={"help": "rda or direct", "choices": ("rda", "direct")})
+    merge: str = field(
+        default="rda", metadata={"help": "rda or direct", "choices": ("rda", "direct")}
+    )
     outer_optimizer: str = field(
-        default="SGD", metadata={"help": "name of any torch.optim optimizer, used as outer optimizer"}
+        default="SGD",
+        metadata={"help": "name of any torch.optim optimizer, used as outer optimizer"},
     )
     outer_lr: float = field(default=0.7, metadata={"help": "learning rate of the outer optimizer"})
     outer_momentum: float = field(default=0.5, metadata={"help": "momentum of outer SGD"})
     outer_nesterov: bool = field(default=True, metadata={"help": "Nesterov momentum in outer SGD"})
     outer_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "further keyword arguments of the outer optimizer (TOML table or JSON)"}
+        default_factory=dict,
+        metadata={"help": "further keyword arguments of the outer optimizer (TOML table or JSON)"},
     )
     codec: str = field(
-        default="fp32", metadata={"help": "how fragments travel: fp32 or bf16", "choices": ("fp32", "bf16")}
+        default="fp32",
+        metadata={"help": "how fragments travel: fp32 or bf16", "choices": ("fp32", "bf16")},
     )
     buffers: str = field(
         default="merge",
-        metadata={"help": "floating-point buffers (BatchNorm): merge or local", "choices": ("merge", "local")},
+        metadata={
+            "help": "floating-point buffers (BatchNorm): merge or local",
+            "choices": ("merge", "local"),
+        },
     )
     max_staleness: int = field(
-        default=2, metadata={"help": "versions that a push's base may be behind before it is refused as stale"}
+        default=2,
+        metadata={
+            "help": "versions that a push's base may be behind before it is refused as stale"
+        },
     )
     norm_guard: float = field(
-        default=10.0, metadata={"help": "a push is refused beyond this multiple of the fragment's usual norm"}
+        default=10.0,
+        metadata={"help": "a push is refused beyond this multiple of the fragment's usual norm"},
     )
     lockstep: bool = field(
-        default=False, metadata={"help": "wait for everybody: reproducible, for baselines and debugging"}
+        default=False,
+        metadata={"help": "wait for everybody: reproducible, for baselines and debugging"},
     )
     learners: int = field(
-        default=0, metadata={"help": "expected number of learners: shards data; required by lockstep (0: unknown)"}
+        default=0,
+        metadata={
+            "help": "expected number of learners: shards data; required by lockstep (0: unknown)"
+        },
     )
-    lease: float = field(default=15.0, metadata={"help": "seconds of silence after which a learner counts as gone"})
+    lease: float = field(
+        default=15.0, metadata={"help": "seconds of silence after which a learner counts as gone"}
+    )
     close_timeout: float = field(
-        default=30.0, metadata={"help": "seconds that a finishing learner waits for its closing rounds"}
+        default=30.0,
+        metadata={"help": "seconds that a finishing learner waits for its closing rounds"},
     )
 
     def problem(self) -> str | None:
@@ -78,7 +103,11 @@ class Parameters:
                 f"overlap={self.overlap} does not fit into sync_every={self.sync_every}: a fragment must land"
                 f" before it is due again, so use overlap={self.sync_every - 1} or less."
             )
-        for name, low, high in (("grace", 0.0, 1.0), ("alpha", 0.0, 1.0), ("outer_momentum", 0.0, 1.0)):
+        for name, low, high in (
+            ("grace", 0.0, 1.0),
+            ("alpha", 0.0, 1.0),
+            ("outer_momentum", 0.0, 1.0),
+        ):
             value = getattr(self, name)
             if not low <= value <= high or (value == 1.0 and name != "grace"):
                 return f"{name}={value} is out of range: use a value from {low} to below {high}."
@@ -86,7 +115,11 @@ class Parameters:
             value = getattr(self, name)
             if not 0.0 < value < float("inf"):
                 return f"{name}={value} must be a positive number."
-        for name, choices in (("merge", ("rda", "direct")), ("codec", ("fp32", "bf16")), ("buffers", ("merge", "local"))):
+        for name, choices in (
+            ("merge", ("rda", "direct")),
+            ("codec", ("fp32", "bf16")),
+            ("buffers", ("merge", "local")),
+        ):
             value = getattr(self, name)
             if value not in choices:
                 return f"{name}={value!r} is unknown: use one of {', '.join(choices)}."

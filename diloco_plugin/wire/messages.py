@@ -1,8 +1,8 @@
 """The messages of protocol version 1: what may be said, by whom, and how long it may be.
 
 Control messages travel alone; bulk messages travel as two frames, header and payload. Everything is
-msgpack by msgspec: typed, bounded, unknown fields refused. A tensor's size, dtype and place never come
-from a message: both sides know them from the layout that was agreed at the door.
+msgpack by msgspec: typed, bounded, unknown fields refused. A tensor's size, dtype and place never
+come from a message: both sides know them from the layout that was agreed at the door.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL_CONFIG_BYTES_MAX: Final = 256 * 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 LongName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
-Incarnation = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Incarnation = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Fragment = Annotated[int, msgspec.Meta(ge=0, lt=FRAGMENTS_MAX)]
 Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -44,7 +44,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 # ---- learner to syncer, control ----
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """I want to join, or to come back."""
 
     protocol: Count
@@ -63,13 +63,13 @@ class Hello(Message):
     version: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """I am alive (my process is; Progress says that training moves)."""
 
     epoch: Count
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """My clock and how long a step takes."""
 
     epoch: Count
@@ -78,7 +78,7 @@ class Progress(Message):
     tokens: Count
 
 
-class Offer(Message):
+class Offer(Message, frozen=True):
     """I have what you pulled. `nothing` says why not, and then nothing follows."""
 
     epoch: Count
@@ -90,39 +90,39 @@ class Offer(Message):
     nothing: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
-class Taken(Message):
+class Taken(Message, frozen=True):
     """I hold the global model now."""
 
     epoch: Count
 
 
-class ProbeAnswer(Message):
+class ProbeAnswer(Message, frozen=True):
     """Yes, I am still here."""
 
     nonce: Count
 
 
-class CloseRequest(Message):
+class CloseRequest(Message, frozen=True):
     """I have finished: open a closing round for these fragments."""
 
     epoch: Count
     fragments: Annotated[tuple[Count, ...], msgspec.Meta(max_length=FRAGMENTS_MAX)]
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """I leave; do not wait for me."""
 
     epoch: Count
 
 
-class StatusRequest(Message):
+class StatusRequest(Message, frozen=True):
     """Anyone may ask."""
 
 
 # ---- syncer to learner, control ----
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """You are in. Everything that you must know to take part."""
 
     protocol: Count
@@ -134,36 +134,38 @@ class Welcome(Message):
     fragments: Annotated[int, msgspec.Meta(ge=1, le=FRAGMENTS_MAX)]
     fingerprint: Annotated[str, msgspec.Meta(max_length=128)]
     parameters: dict[str, Any]
+    #: the versions that you hold are of this lineage: go on with them
+    keep: bool = False
     #: port of the bulk socket, on the host that the learner reached
     bulk_port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     #: says on the bulk socket who is speaking
     token: Token
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """You are not in, and why. `code` is one of core.policy's refusal codes."""
 
     code: Name
     text: Text
 
 
-class HelloRequired(Message):
+class HelloRequired(Message, frozen=True):
     """I do not know you: introduce yourself."""
 
     epoch: Count
 
 
-class HeartbeatAnswer(Message):
+class HeartbeatAnswer(Message, frozen=True):
     """I heard you."""
 
     epoch: Count
 
 
-class SeedRequest(Message):
+class SeedRequest(Message, frozen=True):
     """The run is empty: your model becomes the global one. I will fetch it."""
 
 
-class Pull(Message):
+class Pull(Message, frozen=True):
     """Give me your pseudo-gradient of this fragment."""
 
     round: Count
@@ -172,7 +174,7 @@ class Pull(Message):
     closing: bool
 
 
-class Announce(Message):
+class Announce(Message, frozen=True):
     """Fragment `fragment` has reached `version`; fetch it when you can."""
 
     fragment: Fragment
@@ -181,7 +183,7 @@ class Announce(Message):
     codec: Annotated[str, msgspec.Meta(max_length=16)]
 
 
-class Fate(Message):
+class Fate(Message, frozen=True):
     """What became of your push."""
 
     round: Count
@@ -190,37 +192,37 @@ class Fate(Message):
     reason: Text = ""
 
 
-class Probe(Message):
+class Probe(Message, frozen=True):
     """Somebody claims your name. Are you still there?"""
 
     nonce: Count
 
 
-class Fence(Message):
+class Fence(Message, frozen=True):
     """You are no longer this learner; somebody newer is."""
 
     reason: Text
 
 
-class RunComplete(Message):
+class RunComplete(Message, frozen=True):
     """The run has reached its last step: stop training and close."""
 
     reason: Text
 
 
-class GoingAway(Message):
+class GoingAway(Message, frozen=True):
     """The syncer stops. Train on; look for it again later."""
 
     reason: Text
 
 
-class Warn(Message):
+class Warn(Message, frozen=True):
     """Something that the learner's user should read."""
 
     text: Text
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """The answer to StatusRequest: a plain tree for people and programs."""
 
     body: dict[str, Any]
@@ -229,13 +231,13 @@ class Status(Message):
 # ---- bulk, both directions: receiver-driven. Want is the credit; nothing moves without it ----
 
 
-class BulkHello(Message):
+class BulkHello(Message, frozen=True):
     """Binds a bulk connection to the learner that got this token in its Welcome."""
 
     token: Token
 
 
-class Want(Message):
+class Want(Message, frozen=True):
     """Send me chunks `first` to `first + count - 1` of this transfer.
 
     kind "push": syncer to learner, `key` is the round. kind "seed": syncer to learner, `key` is 0.
@@ -249,7 +251,7 @@ class Want(Message):
     count: Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
-class Chunk(Message):
+class Chunk(Message, frozen=True):
     """One chunk; its payload is the second frame. `crc` is zlib.crc32 of the payload."""
 
     kind: Annotated[str, msgspec.Meta(max_length=8)]
@@ -259,7 +261,7 @@ class Chunk(Message):
     crc: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
-class Gone(Message):
+class Gone(Message, frozen=True):
     """That transfer does not exist (any more): the version is superseded, or the round is over."""
 
     kind: Annotated[str, msgspec.Meta(max_length=8)]
@@ -268,10 +270,11 @@ class Gone(Message):
 
 
 ToSyncer: TypeAlias = (
-    Hello | Heartbeat | Progress | Offer | Taken | ProbeAnswer | CloseRequest | Goodbye | StatusRequest
-)
+    Hello | Heartbeat | Progress | Offer | Taken | ProbeAnswer | CloseRequest | Goodbye
+    | StatusRequest
+)  # fmt: skip
 ToLearner: TypeAlias = (
-    Welcome | Refuse | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce | Fate | Probe
-    | Fence | RunComplete | GoingAway | Warn | Status
+    Welcome | Refuse | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce | Fate
+    | Probe | Fence | RunComplete | GoingAway | Warn | Status
 )  # fmt: skip
 Bulk: TypeAlias = BulkHello | Want | Chunk | Gone

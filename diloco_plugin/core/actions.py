@@ -1,0 +1,326 @@
+"""What may be done. Actions are intentions: the shells know about sockets, tensors and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from .events import Life
+
+
+class Fate(str, Enum):
+    """What became of a push. Every push has exactly one."""
+
+    MERGED = "merged"
+    LATE = "late"
+    STALE = "stale"
+    REJECTED = "rejected"
+    ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Base of every action."""
+
+
+# ---- of the syncer ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit(Action):
+    """Let a learner in."""
+
+    life: Life
+    index: int
+    count: int
+    clock: int
+    #: the versions that it holds are of this lineage: it need not take the model again
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(Action):
+    """Turn a learner away, with a reason."""
+
+    life: Life
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskHello(Action):
+    """Somebody unknown speaks: ask it to introduce itself."""
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(Action):
+    """Ask the holder of a claimed name whether it is still there."""
+
+    life: Life
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss(Action):
+    """Forget a life: its connection, transfers and buffers. `tell` says whether it should hear why."""
+
+    life: Life
+    reason: str
+    tell: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSeed(Action):
+    """Fetch the whole model from this learner; it becomes the global one."""
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull(Action):
+    """Ask these learners for their pseudo-gradients of a fragment."""
+
+    lives: tuple[Life, ...]
+    round: int
+    fragment: int
+    version: int
+    closing: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive(Action):
+    """Let the bytes of an offered push come."""
+
+    life: Life
+    round: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard(Action):
+    """Forget the bytes of a push that will not be merged."""
+
+    life: Life
+    round: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold(Action):
+    """Add a complete push to its round's accumulators, weighted by tokens and steps."""
+
+    life: Life
+    round: int
+    fragment: int
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge(Action):
+    """Close the accumulators of a round and take the outer step. Answer with MergeDone."""
+
+    round: int
+    fragment: int
+    closing: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop(Action):
+    """Forget a round and its accumulators; the fragment does not change."""
+
+    round: int
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(Action):
+    """Make the new version durable. Answer with CommitDone."""
+
+    round: int
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce(Action):
+    """Tell these learners about a version; `exact` asks for fp32 whatever the codec."""
+
+    lives: tuple[Life, ...]
+    fragment: int
+    version: int
+    clock: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellFate(Action):
+    """Tell a learner what became of its push."""
+
+    life: Life
+    round: int
+    fragment: int
+    fate: Fate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteRun(Action):
+    """Tell these learners that the run has reached its last step."""
+
+    lives: tuple[Life, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caution(Action):
+    """Something that this learner's user should read."""
+
+    life: Life
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Action):
+    """Something worth a line in the log."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Action):
+    """Nothing is left to decide: tell these learners, export, exit."""
+
+    lives: tuple[Life, ...]
+    reason: str
+
+
+# ---- of the learner; the first four are for the training thread ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply(Action):
+    """Write an arrived version into the live parameters: `local <- alpha*local + (1-alpha)*global`."""
+
+    fragment: int
+    version: int
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Action):
+    """Copy the local value of a fragment into a free staging buffer."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureBase(Action):
+    """The local model as it is now becomes the base of every fragment (this learner seeds the run)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore(Action):
+    """Overwrite the local values with the base: blending left the learner off the global model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Action):
+    """Offer the staged snapshot of a fragment (or say why there is `nothing`)."""
+
+    round: int
+    fragment: int
+    base: int = 0
+    steps: int = 0
+    tokens: int = 0
+    nothing: str = ""
+    #: a closing round: fp32 whatever the codec
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unstage(Action):
+    """The staged snapshot of a fragment will not be pulled any more."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch(Action):
+    """Fetch an announced version into a free arrival buffer."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release(Action):
+    """Stop fetching this fragment and forget what has arrived of it: its arrival buffer is free."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSeed(Action):
+    """The base is ready to be fetched by the syncer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SayHello(Action):
+    """Introduce yourself; `versions` are the bases held from `epoch`, if all are held."""
+
+    epoch: int
+    versions: tuple[int, ...]
+    clock: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconnect(Action):
+    """Close the sockets and open new ones: this connection is dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat(Action):
+    """Send a heartbeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Action):
+    """Tell the syncer clock, step time and tokens."""
+
+    clock: int
+    step_ns: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SayTaken(Action):
+    """Tell the syncer that the global model is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskClose(Action):
+    """Ask for a closing round of these fragments."""
+
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(Action):
+    """Say goodbye: everything that this learner had to give was taken."""
+
+
+SyncerAction: TypeAlias = (
+    Admit | Refuse | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive | Discard | Fold | Merge
+    | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note | Stop
+)  # fmt: skip
+LearnerAction: TypeAlias = (
+    Apply | Snapshot | CaptureBase | Restore | Offer | Unstage | Fetch | Release | ServeSeed | SayHello | Reconnect
+    | Beat | Report | SayTaken | AskClose | Leave | Note
+)  # fmt: skip

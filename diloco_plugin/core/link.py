@@ -1,0 +1,117 @@
+"""How a learner stands with its syncer: calling, heartbeats, silence, back-off. It knows no fragments."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from . import policy
+from .parameters import SECOND_NS
+
+#: How long a Hello may stay without an answer before it is sent again (also grows by back-off).
+HELLO_ANSWER_NS: Final = 2 * SECOND_NS
+#: Refusals that asking again cannot change.
+FINAL_REFUSALS: Final = frozenset({"protocol", "run", "layout", "ended", "full"})
+
+
+class Standing(str, Enum):
+    """Where the learner stands."""
+
+    ALONE = "alone"
+    GREETING = "greeting"  # Hello is on its way
+    TAKING = "taking"  # welcome; does not hold the whole global model yet
+    LIVE = "live"
+    LEFT = "left"
+
+
+class Duty(str, Enum):
+    """What a tick asks for."""
+
+    NOTHING = "nothing"
+    BEAT = "beat"
+    CALL = "call"
+    DEAD = "dead"
+
+
+class Link:
+    """One learner's relation to its syncer. Times are monotonic nanoseconds."""
+
+    def __init__(self, incarnation: str, now_ns: int) -> None:
+        self.standing = Standing.ALONE
+        self.epoch = 0
+        self.refusal: tuple[str, str] | None = None
+        #: the syncer said that it stops
+        self.gone_away = False
+        self._incarnation = incarnation
+        self._lease_ns = 15 * SECOND_NS
+        self._heard_ns = self._beat_ns = self._call_ns = now_ns
+        self._calls = 0
+
+    @property
+    def connected(self) -> bool:
+        """Is there a syncer that knows us?"""
+        return self.standing in (Standing.TAKING, Standing.LIVE)
+
+    @property
+    def over(self) -> bool:
+        """Is there no point in calling (again)?"""
+        refused = self.refusal is not None and self.refusal[0] in FINAL_REFUSALS
+        return self.standing is Standing.LEFT or refused
+
+    def hear(self, now_ns: int) -> None:
+        """The syncer gave a sign of life."""
+        self._heard_ns = now_ns
+
+    def welcome(self, now_ns: int, epoch: int, lease_ns: int, *, keep: bool) -> None:
+        """The syncer let us in; `keep`: what we hold is of its lineage."""
+        self.hear(now_ns)
+        self.epoch, self._lease_ns = epoch, lease_ns
+        self.standing = Standing.LIVE if keep else Standing.TAKING
+        self.refusal, self.gone_away = None, False
+        self._calls, self._beat_ns = 0, now_ns
+
+    def refuse(self, now_ns: int, code: str, text: str) -> None:
+        """The syncer turned us away."""
+        self.standing, self.refusal = Standing.ALONE, (code, text)
+        self._call_later(now_ns)
+
+    def lose(self, now_ns: int, *, deliberate: bool) -> None:
+        """Nobody answers any more."""
+        self.standing, self.gone_away = Standing.ALONE, deliberate
+        self._call_later(now_ns)
+
+    def call_soon(self, now_ns: int) -> None:
+        """Something listens there: call, but a fleet must not stampede a restarted syncer."""
+        wait = SECOND_NS if self.epoch else 0
+        self._call_ns = now_ns + int(wait * policy.jitter(self._incarnation, self._calls))
+
+    def tick(self, now_ns: int) -> Duty:
+        """What is to be done now?"""
+        if self.over:
+            return Duty.NOTHING
+        if self.connected:
+            if now_ns - self._heard_ns >= self._lease_ns:
+                return Duty.DEAD
+            if now_ns >= self._beat_ns:
+                self._beat_ns = now_ns + self._lease_ns // 5
+                return Duty.BEAT
+            return Duty.NOTHING
+        if now_ns < self._call_ns:
+            return Duty.NOTHING
+        self.standing = Standing.GREETING
+        self._call_later(now_ns)
+        self._call_ns = max(self._call_ns, now_ns + HELLO_ANSWER_NS)
+        return Duty.CALL
+
+    def next_deadline_ns(self, now_ns: int) -> int:
+        """When `tick` must be asked again at the latest."""
+        if self.over:
+            return now_ns + SECOND_NS
+        if self.connected:
+            return max(now_ns, min(self._beat_ns, self._heard_ns + self._lease_ns))
+        return max(now_ns, self._call_ns)
+
+    def _call_later(self, now_ns: int) -> None:
+        wait = policy.backoff_ns(self._calls, policy.jitter(self._incarnation, self._calls))
+        self._call_ns = now_ns + wait
+        self._calls += 1

@@ -1,0 +1,121 @@
+"""Who is there: leases, incarnations, indices. It knows nothing about rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from .events import Life
+
+#: A learner that has not stepped for so many of its own steps (and a lease) is quiet: nobody waits for it.
+QUIET_STEPS: Final = 8
+
+
+class Stage(str, Enum):
+    """Where a learner stands between the door and the rounds."""
+
+    WAITING = "waiting"  # for the seed
+    SEEDING = "seeding"  # its model becomes the global one
+    TAKING = "taking"  # the global model is on its way to it
+    LIVE = "live"  # may contribute
+
+
+@dataclass(slots=True)
+class Member:
+    """What the syncer knows about one life of a learner."""
+
+    life: Life
+    index: int
+    #: order of arrival; the first one that waits seeds the run
+    order: int
+    lease_until_ns: int
+    #: last sign that training moves, or that it is being kept from moving by us
+    moved_ns: int
+    stage: Stage
+    clock: int
+    step_ns: int = 0
+    tokens: int = 0
+    data_seed: int | None = None
+    #: asked for closing rounds; its clock stands still
+    closing: bool = False
+    rounds_asked: int = 0
+    rounds_joined: int = 0
+    #: by fragment, the newest round that it has answered with a push
+    answered: dict[int, int] = field(default_factory=dict)
+    #: by fragment, the newest base whose progress was merged: the same progress must not count twice
+    consumed: dict[int, int] = field(default_factory=dict)
+
+    def quiet(self, now_ns: int, lease_ns: int) -> bool:
+        """Connected, but not training (validation, a debugger, a stuck data loader)."""
+        patience = max(lease_ns, QUIET_STEPS * self.step_ns)
+        return not self.closing and now_ns - self.moved_ns > patience
+
+
+class Members:
+    """The learners that hold a lease, by life and by name; iteration is sorted by name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Member] = {}
+        #: names keep their index for as long as nobody else needs it, so a returning learner finds its data
+        self._index_of: dict[str, int] = {}
+        self._arrivals = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([self._by_name[name] for name in sorted(self._by_name)])
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, life: Life) -> Member | None:
+        """The member of exactly this life."""
+        member = self._by_name.get(life.name)
+        return member if member is not None and member.life == life else None
+
+    def holder(self, name: str) -> Member | None:
+        """Whoever holds this name now."""
+        return self._by_name.get(name)
+
+    def add(self, life: Life, now_ns: int, lease_ns: int, clock: int, seed: int | None) -> Member:
+        """Let a life in; its name must be free."""
+        assert life.name not in self._by_name, f"{life} would replace a living member"
+        self._arrivals += 1
+        member = Member(
+            life=life,
+            index=self._take_index(life.name),
+            order=self._arrivals,
+            lease_until_ns=now_ns + lease_ns,
+            moved_ns=now_ns,
+            stage=Stage.WAITING,
+            clock=clock,
+            data_seed=seed,
+        )
+        self._by_name[life.name] = member
+        return member
+
+    def remove(self, life: Life) -> None:
+        """Forget a life; its name keeps its index while no newcomer takes it."""
+        member = self._by_name.pop(life.name)
+        assert member.life == life
+
+    def in_stage(self, *stages: Stage) -> list[Member]:
+        """Members in any of these stages, sorted by name."""
+        return [member for member in self if member.stage in stages]
+
+    def twin_of(self, member: Member) -> Member | None:
+        """Another member that draws its data in the same order."""
+        if member.data_seed is None:
+            return None
+        twins = (m for m in self if m is not member and m.data_seed == member.data_seed)
+        return next(twins, None)
+
+    def _take_index(self, name: str) -> int:
+        taken = {member.index for member in self._by_name.values()}
+        index = self._index_of.get(name)
+        if index is None or index in taken:
+            index = next(i for i in range(len(taken) + 1) if i not in taken)
+        for other in [n for n, i in self._index_of.items() if i == index and n != name]:
+            del self._index_of[other]
+        self._index_of[name] = index
+        return index

@@ -1,0 +1,463 @@
+"""Rounds: pull, quorum, grace, merge, commit, announce, and the one fate of every push.
+
+It knows fragments, versions and who answered; it knows nothing about tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from . import policy
+from .actions import (
+    Announce,
+    Commit,
+    Discard,
+    Drop,
+    Fate,
+    Fold,
+    Merge,
+    Note,
+    Pull,
+    Receive,
+    SyncerAction,
+    TellFate,
+)
+from .events import Life, Offered, Received, TransferFailed
+from .members import Member, Members, Stage
+from .parameters import Parameters
+
+
+class Phase(str, Enum):
+    """Where a round stands."""
+
+    COLLECTING = "collecting"
+    GRACE = "grace"
+    MERGING = "merging"
+    COMMITTING = "committing"
+
+
+class Ask(str, Enum):
+    """What became of one pull."""
+
+    WAITING = "waiting"
+    SENDING = "sending"
+    IN = "in"
+    NOTHING = "nothing"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class Push:
+    """A push that was let in; it has no fate yet."""
+
+    base: int
+    steps: int
+    tokens: int
+    norm: float = 0.0
+
+
+@dataclass(slots=True)
+class Round:
+    """One merge of one fragment, on its way."""
+
+    number: int
+    fragment: int
+    closing: bool
+    clock: int
+    opened_ns: int
+    asked: dict[Life, Ask]
+    #: finished learners for whose sake this closing round was opened; it waits for them
+    requesters: set[Life]
+    phase: Phase = Phase.COLLECTING
+    grace_until_ns: int = 0
+    closed_ns: int = 0
+    pushes: dict[Life, Push] = field(default_factory=dict)
+    refused_for_norm: int = 0
+
+    @property
+    def open(self) -> bool:
+        """May pushes still come?"""
+        return self.phase in (Phase.COLLECTING, Phase.GRACE)
+
+    def count(self, *states: Ask) -> int:
+        """How many pulls are in one of these states."""
+        return sum(state in states for state in self.asked.values())
+
+
+class Rounds:
+    """All rounds of a run. Every method may emit actions; nothing else is changed from outside."""
+
+    def __init__(
+        self, parameters: Parameters, members: Members, emit: Callable[[SyncerAction], None]
+    ) -> None:
+        self.parameters = parameters
+        self._members = members
+        self._emit = emit
+        self.versions: list[int] = []
+        self.queue: deque[int] = deque()
+        self.closing_queue: dict[int, set[Life]] = {}
+        self.flights: dict[int, Round] = {}
+        self.next_round = 0
+        self.offered = 0
+        self.fates: Counter[Fate] = Counter()
+        self.rejections: Counter[str] = Counter()
+        self.merged = 0
+        self.abandoned = 0
+        self.joined = 0
+        self.quorum_ns = 0
+        self.sync_ns = 0
+        self._norms: list[deque[tuple[float, float]]] = []
+        self._norm_refusals: list[int] = []
+
+    def lay_out(self, fragments: int) -> None:
+        """The run's model is known now: it has so many fragments."""
+        self.versions = [0] * fragments
+        self._norms = [deque(maxlen=policy.NORM_HISTORY_MAX) for _ in range(fragments)]
+        self._norm_refusals = [0] * fragments
+
+    # ---- opening ----
+
+    def enqueue(self, fragments: list[int]) -> None:
+        """Fragments that have come due join the FIFO, once."""
+        for fragment in fragments:
+            if fragment not in self.queue:
+                self.queue.append(fragment)
+
+    def ask_closing(self, life: Life, fragments: tuple[int, ...]) -> None:
+        """A finished learner has progress in these fragments."""
+        for fragment in fragments:
+            if 0 <= fragment < len(self.versions):
+                self.closing_queue.setdefault(fragment, set()).add(life)
+
+    def launch(self, now_ns: int, clock: int) -> None:
+        """Open as many due rounds as may be in flight, one per fragment."""
+        busy = {flight.fragment for flight in self.flights.values()}
+        live = self._members.in_stage(Stage.LIVE)
+        if not live:
+            return
+        for closing, waiting in ((True, list(self.closing_queue)), (False, list(self.queue))):
+            running = sum(flight.closing == closing for flight in self.flights.values())
+            free = policy.in_flight_max(self.parameters, closing=closing) - running
+            for fragment in [f for f in waiting if f not in busy][: max(0, free)]:
+                busy.add(fragment)
+                if closing:
+                    requesters = self.closing_queue.pop(fragment)
+                else:
+                    requesters = set()
+                    self.queue.remove(fragment)
+                self._open(now_ns, clock, fragment, live, closing, requesters)
+
+    def _open(
+        self,
+        now_ns: int,
+        clock: int,
+        fragment: int,
+        live: list[Member],
+        closing: bool,
+        requesters: set[Life],
+    ) -> None:
+        flight = Round(
+            number=self.next_round,
+            fragment=fragment,
+            closing=closing,
+            clock=clock,
+            opened_ns=now_ns,
+            asked={member.life: Ask.WAITING for member in live},
+            requesters=requesters,
+        )
+        self.next_round += 1
+        self.flights[flight.number] = flight
+        for member in live:
+            member.rounds_asked += 1
+        self._emit(
+            Pull(
+                lives=tuple(flight.asked),
+                round=flight.number,
+                fragment=fragment,
+                version=self.versions[fragment],
+                closing=closing,
+                reason="a learner has finished" if closing else f"due at step {clock}",
+            )
+        )
+
+    # ---- answers ----
+
+    def offer(self, event: Offered, member: Member) -> None:
+        """An answer to a pull; remote nonsense becomes a fate."""
+        flight = self.flights.get(event.round)
+        if event.nothing:
+            if flight and flight.asked.get(member.life) is Ask.WAITING:
+                flight.asked[member.life] = Ask.NOTHING
+            return
+        self.offered += 1
+        fate, reason = self._judge(event, member, flight)
+        if fate is not None:
+            if flight and flight.asked.get(member.life) is Ask.WAITING:
+                flight.asked[member.life] = Ask.NOTHING
+            self._tell(member.life, event.round, event.fragment, fate, reason)
+            return
+        assert flight is not None
+        flight.asked[member.life] = Ask.SENDING
+        flight.pushes[member.life] = Push(event.base, event.steps, event.tokens)
+        self._emit(Receive(life=member.life, round=event.round, fragment=event.fragment))
+
+    def _judge(
+        self, event: Offered, member: Member, flight: Round | None
+    ) -> tuple[Fate | None, str]:
+        """The fate of an offer that may not come, or None when it may."""
+        if event.fragment >= len(self.versions):
+            return Fate.REJECTED, "unknown fragment"
+        if event.round >= self.next_round:
+            return Fate.REJECTED, "unknown round"
+        if flight and flight.fragment != event.fragment:
+            return Fate.REJECTED, "wrong fragment"
+        if member.stage is not Stage.LIVE:
+            return Fate.REJECTED, "unsynced"
+        if event.round <= member.answered.get(event.fragment, -1):
+            return Fate.REJECTED, "replayed"
+        state = flight.asked.get(member.life) if flight else Ask.GONE
+        if state not in (Ask.WAITING, Ask.GONE):
+            return Fate.REJECTED, "not asked"
+        member.answered[event.fragment] = event.round
+        if flight is None or not flight.open or state is Ask.GONE:
+            return Fate.LATE, "the round is over"
+        verdict = policy.judge_offer(
+            base=event.base,
+            version=self.versions[event.fragment],
+            consumed=member.consumed.get(event.fragment, -1),
+            steps=event.steps,
+            tokens=event.tokens,
+            max_staleness=self.parameters.max_staleness,
+        )
+        if verdict.yes:
+            return None, verdict.reason
+        return (Fate.STALE if verdict.reason == "stale" else Fate.REJECTED), verdict.reason
+
+    def receive(self, event: Received) -> None:
+        """All bytes of a push are here: guard, then fold (or keep it, in lockstep)."""
+        flight = self.flights.get(event.round)
+        if flight is None or flight.asked.get(event.life) is not Ask.SENDING:
+            self._emit(Discard(life=event.life, round=event.round, fragment=event.fragment))
+            return
+        push = flight.pushes[event.life]
+        if not event.finite:
+            self._refuse(flight, event.life, "not finite")
+            return
+        history = list(self._norms[flight.fragment])
+        if not policy.judge_norm(event.norm, push.steps, history, self.parameters.norm_guard).yes:
+            flight.refused_for_norm += 1
+            self._refuse(flight, event.life, "norm")
+            return
+        push.norm = event.norm
+        flight.asked[event.life] = Ask.IN
+        if not self.parameters.lockstep:
+            self._fold(flight, event.life)
+
+    def fail(self, event: TransferFailed) -> None:
+        """The bytes of a push were wrong."""
+        flight = self.flights.get(event.round)
+        if flight and flight.asked.get(event.life) is Ask.SENDING:
+            self._refuse(flight, event.life, event.reason)
+
+    def forget(self, life: Life) -> None:
+        """A life is over: nobody waits for it. What it had delivered completely still counts."""
+        for flight in self.flights.values():
+            state = flight.asked.get(life)
+            if state is Ask.SENDING:
+                self._withdraw(flight, life, Fate.ABANDONED, "the learner is gone")
+            if state in (Ask.WAITING, Ask.SENDING):
+                flight.asked[life] = Ask.GONE
+            flight.requesters.discard(life)
+        for fragment in list(self.closing_queue):
+            self._unrequest(fragment, life)
+
+    def _refuse(self, flight: Round, life: Life, reason: str) -> None:
+        flight.asked[life] = Ask.NOTHING
+        self._withdraw(flight, life, Fate.REJECTED, reason)
+
+    def _withdraw(self, flight: Round, life: Life, fate: Fate, reason: str) -> None:
+        del flight.pushes[life]
+        self._emit(Discard(life=life, round=flight.number, fragment=flight.fragment))
+        self._tell(life, flight.number, flight.fragment, fate, reason)
+
+    def _fold(self, flight: Round, life: Life) -> None:
+        push = flight.pushes[life]
+        self._emit(
+            Fold(
+                life=life,
+                round=flight.number,
+                fragment=flight.fragment,
+                tokens=push.tokens,
+                steps=push.steps,
+            )
+        )
+
+    # ---- quorum, grace, close ----
+
+    def settle(self, now_ns: int) -> None:
+        """Close every round whose quorum and grace are over."""
+        for flight in list(self.flights.values()):
+            if flight.open:
+                self._settle(flight, now_ns)
+
+    def _settle(self, flight: Round, now_ns: int) -> None:
+        waited_for = [life for life in flight.asked if self._waits_for(flight, life, now_ns)]
+        if not waited_for:
+            self._close(flight, now_ns, "everybody asked has answered")
+            return
+        pushes = flight.count(Ask.IN)
+        wanted = self.parameters.learners if self.parameters.lockstep else self.parameters.quorum
+        quorum = policy.effective_quorum(wanted, pushes + len(waited_for))
+        if pushes < quorum or any(life in flight.requesters for life in waited_for):
+            return
+        if flight.phase is Phase.COLLECTING:
+            flight.phase = Phase.GRACE
+            self.quorum_ns = policy.moving_average(self.quorum_ns, now_ns - flight.opened_ns)
+            flight.grace_until_ns = now_ns + self.grace_ns()
+        if now_ns >= flight.grace_until_ns:
+            self._close(flight, now_ns, f"quorum of {quorum} and grace window over")
+
+    def grace_ns(self) -> int:
+        """The grace window of a round that reaches its quorum now."""
+        steps = (member.step_ns for member in self._members.in_stage(Stage.LIVE))
+        step = policy.fleet_step_ns(steps)
+        return policy.grace_ns(self.parameters, step, self.quorum_ns, self.sync_ns)
+
+    def _waits_for(self, flight: Round, life: Life, now_ns: int) -> bool:
+        if flight.asked[life] not in (Ask.WAITING, Ask.SENDING):
+            return False
+        member = self._members.get(life)
+        if member is None:
+            return False
+        return self.parameters.lockstep or not member.quiet(now_ns, self.parameters.lease_ns)
+
+    def _close(self, flight: Round, now_ns: int, reason: str) -> None:
+        for life, state in flight.asked.items():
+            if state is Ask.SENDING:
+                flight.asked[life] = Ask.NOTHING
+                self._withdraw(flight, life, Fate.LATE, "the round closed while it was on its way")
+        flight.closed_ns = now_ns
+        self._mind_norms(flight)
+        if not flight.pushes:
+            self._drop(flight, f"{reason}, and nobody had anything to give")
+            return
+        if self.parameters.lockstep:  # a fixed order makes the sum reproducible to the bit
+            for life in sorted(flight.pushes):
+                self._fold(flight, life)
+        flight.phase = Phase.MERGING
+        self._emit(
+            Merge(
+                round=flight.number, fragment=flight.fragment, closing=flight.closing, reason=reason
+            )
+        )
+
+    def _mind_norms(self, flight: Round) -> None:
+        """Norms that everybody exceeds, round after round, are the new usual ones."""
+        fragment = flight.fragment
+        if flight.pushes:
+            self._norm_refusals[fragment] = 0
+        elif flight.refused_for_norm:
+            self._norm_refusals[fragment] += 1
+            if self._norm_refusals[fragment] >= policy.NORM_ROUNDS_REFUSED_MAX:
+                self._norms[fragment].clear()
+                self._norm_refusals[fragment] = 0
+                self._emit(
+                    Note(
+                        text=f"fragment {fragment}: all pushes exceed the usual norm; relearning it"
+                    )
+                )
+
+    def _drop(self, flight: Round, reason: str) -> None:
+        for life in sorted(flight.pushes):
+            self._tell(life, flight.number, flight.fragment, Fate.ABANDONED, reason)
+        del self.flights[flight.number]
+        self.abandoned += 1
+        self._emit(Drop(round=flight.number, fragment=flight.fragment, reason=reason))
+
+    # ---- merged, committed ----
+
+    def merge_done(self, number: int, ok: bool) -> None:
+        """The outer step was computed; a result that is not finite never lands."""
+        flight = self.flights[number]
+        assert flight.phase is Phase.MERGING
+        if not ok:
+            for life in sorted(flight.pushes):
+                self._tell(life, number, flight.fragment, Fate.REJECTED, "merge not finite")
+            flight.pushes.clear()
+            self._drop(flight, "the merged fragment was not finite")
+            return
+        flight.phase = Phase.COMMITTING
+        version = self.versions[flight.fragment] + 1
+        self._emit(Commit(round=number, fragment=flight.fragment, version=version))
+
+    def commit_done(self, number: int, now_ns: int) -> None:
+        """The new version is durable: only now may anybody hear of it."""
+        flight = self.flights.pop(number)
+        assert flight.phase is Phase.COMMITTING
+        fragment = flight.fragment
+        self.versions[fragment] += 1
+        self.merged += 1
+        self.joined += len(flight.pushes)
+        self.sync_ns = policy.moving_average(self.sync_ns, now_ns - flight.closed_ns)
+        norms = [(push.norm, push.norm / push.steps) for push in flight.pushes.values()]
+        usual = sorted(norms)[len(norms) // 2]
+        if usual[0] > 0.0:
+            self._norms[fragment].append(usual)
+        for life in sorted(flight.pushes):
+            push = flight.pushes[life]
+            self._unrequest(fragment, life)
+            member = self._members.get(life)
+            if member is not None:
+                member.rounds_joined += 1
+                member.consumed[fragment] = max(member.consumed.get(fragment, -1), push.base)
+            self._tell(life, number, fragment, Fate.MERGED, f"version {self.versions[fragment]}")
+        self.announce(
+            fragment, self._members.in_stage(Stage.LIVE, Stage.TAKING), flight.clock, flight.closing
+        )
+
+    def announce(self, fragment: int, members: list[Member], clock: int, exact: bool) -> None:
+        """Tell these members about the current version of a fragment."""
+        if members:
+            self._emit(
+                Announce(
+                    lives=tuple(member.life for member in members),
+                    fragment=fragment,
+                    version=self.versions[fragment],
+                    clock=clock,
+                    exact=exact,
+                )
+            )
+
+    def _unrequest(self, fragment: int, life: Life) -> None:
+        waiting = self.closing_queue.get(fragment)
+        if waiting is not None:
+            waiting.discard(life)
+            if not waiting:
+                del self.closing_queue[fragment]
+
+    def wind_down(self, now_ns: int, reason: str) -> None:
+        """Open nothing more; finish rounds that have their quorum, abandon the others."""
+        self.queue.clear()
+        self.closing_queue.clear()
+        for flight in list(self.flights.values()):
+            if flight.phase is Phase.GRACE:
+                self._close(flight, now_ns, reason)
+            elif flight.phase is Phase.COLLECTING:
+                for life, state in flight.asked.items():
+                    if state is Ask.SENDING:
+                        flight.asked[life] = Ask.NOTHING
+                        self._withdraw(flight, life, Fate.ABANDONED, reason)
+                self._drop(flight, reason)
+
+    def _tell(self, life: Life, number: int, fragment: int, fate: Fate, reason: str) -> None:
+        self.fates[fate] += 1
+        if fate is Fate.REJECTED:
+            self.rejections[reason] += 1
+        self._emit(TellFate(life=life, round=number, fragment=fragment, fate=fate, reason=reason))
+
+    def pending(self) -> int:
+        """Pushes that were let in and have no fate yet."""
+        return sum(len(flight.pushes) for flight in self.flights.values())

@@ -134,12 +134,12 @@ class Welcome(Message, frozen=True):
     fragments: Annotated[int, msgspec.Meta(ge=1, le=FRAGMENTS_MAX)]
     fingerprint: Annotated[str, msgspec.Meta(max_length=128)]
     parameters: dict[str, Any]
-    #: the versions that you hold are of this lineage: go on with them
-    keep: bool = False
     #: port of the bulk socket, on the host that the learner reached
     bulk_port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     #: says on the bulk socket who is speaking
     token: Token
+    #: the versions that you hold are of this lineage: go on with them
+    keep: bool = False
 
 
 class Refuse(Message, frozen=True):

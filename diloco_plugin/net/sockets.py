@@ -1,0 +1,371 @@
+"""Doors (bound) and lines (connected): the two kinds of socket there are.
+
+Threads: a `Door` or `Line` belongs to the thread that uses it and is never shared; it may be made
+in one thread and handed to another before its first use. Nothing here blocks except `ask`.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import itertools
+import os
+import socket as stdlib_socket
+import stat
+import time
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from diloco_plugin.errors import AddressInUseError, ConfigError, UnreachableError
+from diloco_plugin.net.address import Address, require_loopback
+from diloco_plugin.net.options import FRAMES_MAX, Role, new_context, new_socket
+from diloco_plugin.net.poll import Poll, Source, Waker
+
+__all__ = ["Door", "Line", "Poll", "Role", "Sent", "Waker", "ask", "new_context"]
+
+Payload: TypeAlias = bytes | bytearray | memoryview | zmq.Frame
+Context: TypeAlias = zmq.Context[Any]
+
+_EVENTS: Final[dict[int, str]] = {
+    zmq.EVENT_CONNECTED: "reached",  # TCP only; kept inside
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "connected",
+    zmq.EVENT_DISCONNECTED: "disconnected",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake_failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake_failed",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "handshake_failed",
+}
+_monitor_numbers = itertools.count()
+
+
+class Sent(enum.Enum):
+    """What became of a message handed to `Door.send`."""
+
+    OK = "ok"  # queued for the peer; whether it arrives, only an answer tells
+    GONE = "gone"  # there is no such peer (any more)
+    SLOW = "slow"  # the peer does not read: its queue is full
+
+
+class Door:
+    """One bound ROUTER: many peers, each under a routing id that this socket gave it.
+
+    A routing id is only valid for one connection and proves nothing about who is there.
+
+    Raises:
+        AddressInUseError: somebody else listens there.
+        ConfigError: not loopback, not an address of this machine, or no permission.
+    """
+
+    def __init__(self, context: Context, address: Address | str, role: Role) -> None:
+        asked = Address.parse(address) if isinstance(address, str) else address
+        require_loopback(asked)
+        #: Messages thrown away because they had more frames than any message has.
+        self.dropped = 0
+        self.pending = False
+        if asked.scheme == "ipc":
+            _check_socket_file(asked)
+        self.socket = new_socket(context, "ROUTER", role, asked)
+        try:
+            self.socket.bind(str(asked))
+        except zmq.ZMQError as error:
+            self.socket.close(linger=0)
+            raise _bind_error(asked, error) from None
+        if asked.scheme == "ipc":
+            os.chmod(str(asked).removeprefix("ipc://"), 0o600)
+            self.address = asked
+        else:
+            endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(endpoint, bytes)
+            self.address = asked.with_port(int(endpoint.rstrip(b"\0").rpartition(b":")[2]))
+
+    @property
+    def port(self) -> int:
+        """The port that peers have to use."""
+        return self.address.port
+
+    @property
+    def sockets(self) -> tuple[Source, ...]:
+        return () if self.socket.closed else (self.socket,)
+
+    def receive(self, limit: int = 64) -> list[tuple[bytes, list[zmq.Frame]]]:
+        """Returns up to `limit` messages that are here now, as (peer, frames); peers in turn.
+
+        Frames are not copied: `frame.buffer` is libzmq's memory and lives as long as the frame.
+        """
+        messages: list[tuple[bytes, list[zmq.Frame]]] = []
+        for _ in range(limit):
+            frames = _receive(self.socket, FRAMES_MAX + 1)
+            if frames is None:
+                break
+            if len(frames) < 2:
+                self.dropped += 1
+                continue
+            messages.append((frames[0].bytes, frames[1:]))
+        return messages
+
+    def send(self, peer: bytes, *frames: Payload) -> Sent:
+        """Queues one message for a peer, all of it or nothing.
+
+        A frame of 64 KiB or more is not copied: its buffer is lent to libzmq until the peer has it,
+        and must not be written before the peer answers or is gone.
+        """
+        try:
+            _send(self.socket, (peer, *frames))
+        except zmq.Again:
+            return Sent.SLOW
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return Sent.GONE
+        return Sent.OK
+
+    def close(self) -> None:
+        """Closes it and drops what is queued. Again is harmless."""
+        self.socket.close(linger=0)
+
+
+class Line:
+    """One connected DEALER that reconnects by itself, and tells when it does.
+
+    Raises:
+        ConfigError: not loopback, or not an address to connect to.
+    """
+
+    def __init__(self, context: Context, address: Address | str, role: Role) -> None:
+        self.address = Address.parse(address) if isinstance(address, str) else address
+        #: Whether TCP has come through since it was opened, whoever is there.
+        self.reached = False
+        #: Messages thrown away because they had more frames than any message has.
+        self.dropped = 0
+        self._context = context
+        self._role = role
+        self._open()
+
+    def _open(self) -> None:
+        require_loopback(self.address, connecting=True)
+        if self.address.scheme == "tcp" and self.address.port == 0:
+            raise ConfigError(f"Connecting to {self.address} needs the port that is listened on.")
+        self._events: list[str] = []
+        self._connected = False
+        self.reached = False
+        self._socket = new_socket(self._context, "DEALER", self._role, self.address)
+        self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        # Unlimited: libzmq's only I/O thread would block on a full queue of events.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        name = f"inproc://line-{next(_monitor_numbers)}"
+        try:
+            self._socket.monitor(name, sum(_EVENTS))
+            self._monitor.connect(name)
+            self._socket.connect(str(self.address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"Cannot connect to {self.address}: {error.strerror}. Check the address."
+            ) from None
+
+    @property
+    def sockets(self) -> tuple[Source, ...]:
+        """The message socket and its monitor, both to be polled; they change in `reopen`."""
+        return () if self._socket.closed else (self._socket, self._monitor)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._events)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the other side has completed the handshake and has not been lost since."""
+        self._drain_monitor()
+        return self._connected
+
+    def events(self) -> list[str]:
+        """Returns what has happened since the last call, in order.
+
+        "connected", "disconnected" (only after "connected"), "handshake_failed" (TCP works, but
+        what is there does not speak ZeroMQ, or not as we do).
+        """
+        self._drain_monitor()
+        events, self._events = self._events, []
+        return events
+
+    def receive(self, limit: int = 64) -> list[list[zmq.Frame]]:
+        """Returns up to `limit` messages that are here now. Frames are not copied."""
+        messages: list[list[zmq.Frame]] = []
+        for _ in range(limit):
+            frames = _receive(self._socket, FRAMES_MAX)
+            if frames is None:
+                break
+            if not frames:
+                self.dropped += 1
+                continue
+            messages.append(frames)
+        return messages
+
+    def send(self, *frames: Payload) -> bool:
+        """Queues one message, all of it or nothing. False: not connected, or the queue is full.
+
+        True does not mean delivered: what is queued is lost with the connection. Buffers of 64 KiB
+        or more are lent as in `Door.send`.
+        """
+        try:
+            _send(self._socket, frames)
+        except zmq.Again:
+            return False
+        return True
+
+    def reopen(self, address: Address | str | None = None) -> None:
+        """Closes the socket and opens a new one, at another address if one is given.
+
+        For a server that was declared dead although TCP has not noticed. Everything queued, and
+        every event not yet read, is dropped.
+        """
+        self.close()
+        if address is not None:
+            self.address = Address.parse(address) if isinstance(address, str) else address
+        self._open()
+
+    def close(self) -> None:
+        """Closes it and drops what is queued. Again is harmless."""
+        self._socket.close(linger=0)
+        self._monitor.close(linger=0)
+        self._events = []
+        self._connected = False
+
+    def _drain_monitor(self) -> None:
+        while not self._monitor.closed:
+            try:
+                message = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = _EVENTS.get(int(parse_monitor_message(message)["event"]))
+            if event == "reached":
+                self.reached = True
+            elif event is not None:
+                # libzmq also reports the loss of connections that never were one.
+                if event != "disconnected" or self._connected:
+                    self._events.append(event)
+                self._connected = event == "connected"
+
+
+def ask(address: Address | str, request: bytes, timeout_seconds: float) -> bytes:
+    """Sends one control message and returns the answer. Blocks; any thread.
+
+    The request may be sent again after a lost connection, so it must be harmless to repeat.
+
+    Raises:
+        UnreachableError: no answer in time; says how far it got.
+        ConfigError: the address is wrong.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    context = new_context()
+    try:
+        line = Line(context, address, "control")
+        poll = Poll()
+        poll.add(line)
+        failed = sent = False
+        while True:
+            events = line.events()
+            failed = failed or "handshake_failed" in events
+            if "connected" in events or not sent:
+                sent = line.send(request)
+            for frames in line.receive():
+                return frames[0].bytes
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise UnreachableError(_why_unreachable(line, timeout_seconds, failed, sent))
+            poll.wait(min(left, 0.25))
+    finally:
+        context.destroy(linger=0)
+
+
+def _why_unreachable(line: Line, seconds: float, failed: bool, sent: bool) -> str:
+    where = f"{line.address} did not answer within {seconds:g} s"
+    if sent:
+        return (
+            f"{where}, although TCP connected and ZeroMQ is spoken there: the syncer is busy or "
+            "stuck, or the port is not its control port. Try again, then look at its log."
+        )
+    if failed or line.reached:
+        return (
+            f"{where}: TCP connected, but what listens there is no syncer. Check the port "
+            "(the control port is the one that the syncer was told to bind)."
+        )
+    return (
+        f"{where}: TCP did not connect. In order of likelihood: no syncer runs there (start it), a "
+        "firewall is in between (or the SSH tunnel is down), or the port is wrong."
+    )
+
+
+def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[zmq.Frame] | None:
+    """Returns one message, [] for one with too many frames, None if there is none."""
+    try:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    frames = [frame]
+    more = frame.more
+    while more:  # a message is only handed out whole, so the rest is here
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        if len(frames) <= frames_max:
+            frames.append(frame)
+    return frames if len(frames) <= frames_max else []
+
+
+def _send(socket: zmq.Socket[bytes], payloads: Sequence[Payload]) -> None:
+    """Sends all frames or raises zmq.Again; the socket is at a message boundary either way."""
+    # Made first: a bad buffer must not leave half a message behind. Copies below 64 KiB.
+    frames = [part if isinstance(part, zmq.Frame) else zmq.Frame(part) for part in payloads]
+    last = len(frames) - 1
+    lost: zmq.Again | None = None
+    for i, frame in enumerate(frames):
+        flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
+        try:
+            socket.send(frame, flags, copy=False)
+        except zmq.Again as again:
+            if i == 0:
+                # libzmq looks at its mail only now and then; reading EVENTS makes it look, and
+                # then a peer that has just connected, or has just read, is known.
+                if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                    raise
+                socket.send(frame, flags, copy=False)
+                continue
+            # The connection died within the message: a DEALER swallows the frames up to its end.
+            lost = again
+    if lost is not None:
+        raise lost
+
+
+def _bind_error(address: Address, error: zmq.ZMQError) -> Exception:
+    if error.errno == zmq.EADDRINUSE:
+        return AddressInUseError(
+            f"{address} is in use: somebody else listens there. Stop that process, or choose "
+            "another port."
+        )
+    if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+        return ConfigError(
+            f"{address} is not an address of this machine. Use 127.0.0.1 or one that it has."
+        )
+    return ConfigError(f"Cannot listen on {address}: {error.strerror}. Choose another address.")
+
+
+def _check_socket_file(address: Address) -> None:
+    """Raises unless the path is free or holds a dead socket: libzmq would remove anything."""
+    path = str(address).removeprefix("ipc://")
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} exists and is no socket. Choose another path.")
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        # Only a refused connection proves that nobody listens.
+        if probe.connect_ex(path) != errno.ECONNREFUSED:
+            raise AddressInUseError(
+                f"{address} is in use: somebody else listens there. Stop that process, or choose "
+                "another path."
+            )

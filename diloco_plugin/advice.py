@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from diloco_plugin.addresses import is_loopback
-
 if TYPE_CHECKING:
     from diloco_plugin.config import SyncerConfig
 
@@ -15,13 +13,7 @@ _HORIZONS: Final = 10
 
 def advice(config: SyncerConfig) -> list[str]:
     """Sentences to log at start, each with the values it is about and what to do; usually none."""
-    found = [
-        _momentum(config),
-        _short(config),
-        _lockstep(config),
-        _nowhere(config),
-        _open(config),
-    ]
+    found = [_momentum(config), _short(config), _lockstep(config), _nowhere(config)]
     return [sentence for sentence in found if sentence]
 
 
@@ -76,14 +68,4 @@ def _nowhere(config: SyncerConfig) -> str | None:
     return (
         "the global model is not written anywhere when the run ends; only its learners hold it"
         " then. Add `--export model.safetensors` or `--publish hf://org/name`."
-    )
-
-
-def _open(config: SyncerConfig) -> str | None:
-    if is_loopback(config.bind):
-        return None
-    return (
-        f"{config.bind} can be reached from other machines, and whoever reaches it can join the"
-        " run: traffic is neither encrypted nor authenticated. Use a private network"
-        " or a VPN."
     )

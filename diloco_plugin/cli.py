@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             return _complain(_unknown_argument(unknown[0], arguments), USAGE_ERROR)
         run: Callable[[argparse.Namespace], int] = arguments.command_function
-        return run(arguments)
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
     except DiLoCoError as error:
         return _complain(str(error), error.exit_code)
     except SystemExit as stop:  # argparse, for --help and for wrong usage

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_plugin.addresses import address_problem
 from diloco_plugin.advice import advice as advice
 from diloco_plugin.core.parameters import PRESETS, Parameters
 from diloco_plugin.errors import ConfigError
+from diloco_plugin.net.address import Address
 
 ENVIRONMENT: Final = "DILOCO_SYNCER"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -83,9 +83,10 @@ class SyncerConfig:
 
     def problem(self) -> str | None:
         """One sentence that says which value is wrong and how to fix it, or None."""
-        wrong = address_problem(self.bind, listening=True)
-        if wrong:
-            return f"bind={self.bind!r} {wrong}"
+        try:
+            Address.parse(self.bind)
+        except ConfigError as error:
+            return f"bind={self.bind!r} is wrong. {error}"
         if not 1 <= len(self.run) <= 128:
             return f"run={self.run!r} is not a name: use 1 to 128 characters."
         if self.steps < 0:
@@ -221,9 +222,6 @@ def parameters_from(
 
 def _parameters(values: dict[str, Any], sources: Mapping[str, str]) -> Parameters:
     """Parameters of values whose types are right; ranges and outer optimizer are checked."""
-    if values.get("outer_momentum") == 0.0 and "outer_nesterov" not in values:
-        # PyTorch refuses Nesterov without momentum; "momentum 0" alone should be enough to say.
-        values = values | {"outer_nesterov": False}
     parameters = Parameters(**values)
     _raise_for(parameters.problem(), sources)
     # Late: it needs torch, which `diloco --help` and `diloco status` can do without.
@@ -355,8 +353,9 @@ def default_address(address: str | None = None) -> str:
             "no syncer address: none was given and the environment variable DILOCO_SYNCER is not"
             " set. Pass one such as 'tcp://syncer:5555', or set DILOCO_SYNCER to it."
         )
-    wrong = address_problem(found)
-    if wrong:
-        origin = "" if address else " (from the environment variable DILOCO_SYNCER)"
-        raise ConfigError(f"{found!r} {wrong}{origin}")
+    try:
+        Address.parse(found)
+    except ConfigError as error:
+        origin = "" if address else " It comes from the environment variable DILOCO_SYNCER."
+        raise ConfigError(f"{error}{origin}") from None
     return found

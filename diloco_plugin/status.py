@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from diloco_plugin.addresses import host_and_port
 from diloco_plugin.errors import DiLoCoError, UnreachableError, WireError
+from diloco_plugin.net.address import Address
 
 TIMEOUT_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 2.0
@@ -256,20 +256,20 @@ def _joined(body: Body) -> str:
 
 
 def _port(address: str) -> str:
-    found = host_and_port(address)
-    return f"port {found[1]}" if found else "it"
+    parsed = Address.parse(address)
+    return f"port {parsed.port}" if parsed.scheme == "tcp" else "it"
 
 
 def _bulk_problem(address: str, port: int, timeout_seconds: float) -> str | None:
     """What is wrong with the second port, the one that fragments travel through."""
-    found = host_and_port(address)
-    if found is None or not port:
+    parsed = Address.parse(address)
+    if parsed.scheme != "tcp" or not port:
         return None
     try:
-        socket.create_connection((found[0], port), timeout_seconds).close()
+        socket.create_connection((parsed.host, port), timeout_seconds).close()
     except OSError as error:
         return (
             f"its bulk port {port}, through which the model travels, cannot be reached"
-            f" ({error.strerror or error}); open port {port} on {found[0]} as well."
+            f" ({error.strerror or error}); open port {port} on {parsed.host} as well."
         )
     return None

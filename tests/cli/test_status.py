@@ -1,0 +1,205 @@
+"""What `diloco status` and `diloco check` say about a syncer."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from diloco_plugin import status
+from diloco_plugin.cli import main
+from diloco_plugin.errors import UnreachableError, WireError
+from diloco_plugin.status import check, render, table
+from diloco_plugin.wire.messages import PROTOCOL
+
+ADDRESS = "tcp://127.0.0.1:5555"
+
+
+def learner(name: str, index: int, **other: Any) -> dict[str, Any]:
+    return {
+        "name": name, "index": index, "state": "live", "clock": 118, "lag": 0, "step_s": 0.25,
+        "rounds_asked": 40, "rounds_joined": 30, "lease_s": 14.2, "tokens": 1_250_000,
+    } | other  # fmt: skip
+
+
+def body(**other: Any) -> dict[str, Any]:
+    versions = [14] * 24
+    versions[5] = 15
+    return {
+        "run": "main", "epoch": 2, "protocol": PROTOCOL, "version": "0.1.0", "state": "running",
+        "clock": 118, "steps": 480, "uptime_s": 3725.0, "parameters": {"learners": 4},
+        "bulk_port": 0,
+        "learners": [learner("eu", 0), learner("us", 1, lag=3), learner("ap", 2, state="gone")],
+        "fragments": [
+            {"index": i, "version": v, "elements": 5_000_000, "state": ""}
+            for i, v in enumerate(versions)
+        ],
+        "fates": {"merged": 60, "late": 2, "stale": 1, "abandoned": 0, "rejected": {"norm": 3}},
+        "refused": {"layout": 1},
+        "rounds": {
+            "merged": 30, "abandoned": 1, "in_flight": 2, "queued": 0, "grace_s": 0.2,
+            "quorum_s": 0.1, "sync_s": 0.05, "joined_mean": 2.4,
+        },
+        "problems": ["us: connected, but no training step for a while."],
+    } | other  # fmt: skip
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A syncer whose next answers are this body."""
+    answer = body()
+    monkeypatch.setattr(status, "fetch", lambda address, timeout_seconds=5.0: answer)
+    return answer
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fetch(address: str, timeout_seconds: float = 5.0) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(status, "fetch", fetch)
+
+
+def test_a_status_shows_run_learners_fragments_fates_and_problems_in_words() -> None:
+    assert render(body()).splitlines() == [
+        "run 'main': running, clock 118 of 480, up 1 h 2 min"
+        f" (epoch 2, diloco-plugin 0.1.0, protocol {PROTOCOL})",
+        "",
+        "learners: 2 of 4 live",
+        "  learner  state  step  lag  s/step  joined  share  tokens  lease",
+        "  eu        live   118    0    0.25   30/40   75 %  1.25 M   14 s",
+        "  us        live   118    3    0.25   30/40   75 %  1.25 M   14 s",
+        "  ap        gone   118    0    0.25   30/40   75 %  1.25 M   14 s",
+        "",
+        "fragments: 24, 120 M elements",
+        "  0-4: version 14",
+        "  5: version 15",
+        "  6-23: version 14",
+        "",
+        "rounds: 30 merged, 1 abandoned, 2 in flight, 0 queued; 2.4 learners per round;"
+        " quorum after 0.10 s, grace 0.20 s, sync 0.05 s",
+        "pushes: 60 merged, 2 late, 1 stale, 0 abandoned, 3 rejected (norm 3)",
+        "refused at the door: layout 1",
+        "problems:",
+        "  - us: connected, but no training step for a while.",
+    ]
+
+
+def test_a_status_without_anything_in_it_can_still_be_shown() -> None:
+    text = render({})
+    assert "learners: none" in text
+    assert "problems: none" in text
+    assert "clock 0," in render(body(learners=[], fragments=[], steps=0, clock=0))
+
+
+def test_a_name_from_elsewhere_cannot_steer_the_terminal() -> None:
+    text = render(body(learners=[learner("a\x1b[2Jb\nc", 0)], problems=["\x1b]0;x\x07"], run="\r"))
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c" in text
+
+
+def test_a_table_aligns_its_columns() -> None:
+    assert table(("n", "x"), [("long", 1), ("s", 1000)]) == [
+        "  n        x", "  long     1", "  s     1000",
+    ]  # fmt: skip
+
+
+def test_json_prints_the_body_itself(
+    answering: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", ADDRESS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == answering
+
+
+def test_watch_prints_again_and_outlives_a_restart_of_the_syncer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: Iterator[Any] = iter(
+        [body(clock=1), UnreachableError("nothing answered."), body(clock=2), KeyboardInterrupt()]
+    )
+
+    def fetch(address: str, timeout_seconds: float = 5.0) -> dict[str, Any]:
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return dict(answer)
+
+    monkeypatch.setattr(status, "fetch", fetch)
+    monkeypatch.setattr(status, "WATCH_SECONDS", 0.0)
+    assert main(["status", ADDRESS, "--watch"]) == 130
+    out, err = capsys.readouterr()
+    assert "clock 1 of" in out
+    assert "clock 2 of" in out
+    assert err == "diloco: nothing answered.\n"
+
+
+def test_an_unreachable_syncer_is_exit_code_69(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, UnreachableError("nothing answered."))
+    assert main(["status", ADDRESS]) == 69
+    assert capsys.readouterr().err == "diloco: nothing answered.\n"
+    assert main(["check", ADDRESS]) == 69
+    out = capsys.readouterr().out
+    assert out.startswith(f"no: nothing answered at {ADDRESS} within 5 s;")
+    assert "firewall let port 5555 through" in out
+
+
+def test_the_address_may_come_from_the_environment(
+    answering: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DILOCO_SYNCER", ADDRESS)
+    assert main(["check"]) == 0
+    assert ADDRESS in capsys.readouterr().out
+
+
+def test_check_says_yes_with_what_was_found(answering: dict[str, Any]) -> None:
+    yes, sentence = check(ADDRESS)
+    assert yes
+    assert sentence.startswith(f"run 'main' at {ADDRESS} answers in ")
+    assert f"(protocol {PROTOCOL}, 2 of 4 learners, clock 118)" in sentence
+    answering["parameters"] = {"learners": 0}
+    assert ", 2 learners, clock 118)" in check(ADDRESS)[1]
+
+
+def test_check_says_no_to_another_protocol(answering: dict[str, Any]) -> None:
+    answering.update(protocol=PROTOCOL + 1, version="9.9")
+    yes, sentence = check(ADDRESS)
+    assert not yes
+    assert f"speaks protocol {PROTOCOL + 1} (diloco-plugin 9.9)" in sentence
+    assert "install the same version on both" in sentence
+
+
+def test_check_says_no_when_a_stranger_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, WireError("garbage", "not a message"))
+    yes, sentence = check(ADDRESS)
+    assert not yes
+    assert "not as a syncer" in sentence
+    assert "check the port" in sentence
+
+
+@pytest.mark.parametrize("state", ["ending", "stopping"])
+def test_check_says_no_to_a_run_that_takes_nobody_any_more(
+    answering: dict[str, Any], state: str
+) -> None:
+    answering["state"] = state
+    yes, sentence = check(ADDRESS)
+    assert not yes
+    assert f"is {state} at clock 118" in sentence
+
+
+def test_check_says_no_when_the_bulk_port_is_closed(answering: dict[str, Any]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]  # bound, but nobody listens
+        answering["bulk_port"] = port
+        yes, sentence = check(ADDRESS)
+        assert not yes
+        assert f"open port {port} on 127.0.0.1 as well" in sentence
+        listener.listen()
+        assert check(ADDRESS)[0]

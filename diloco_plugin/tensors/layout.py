@@ -18,6 +18,7 @@ from diloco_plugin.tensors.census import Census, canonical_name, census
 from diloco_plugin.tensors.specs import (
     BUFFER,
     EMBEDDING,
+    KINDS,
     WEIGHT,
     TensorSpec,
     check_specs,
@@ -28,6 +29,7 @@ from diloco_plugin.tensors.specs import (
 __all__ = [
     "BUFFER",
     "EMBEDDING",
+    "KINDS",
     "WEIGHT",
     "Census",
     "Fragment",

@@ -45,7 +45,7 @@ def _library() -> Any:
             "hf:// addresses need huggingface_hub, which is not installed: run"
             " pip install 'diloco-plugin[hub]'."
         ) from None
-    library.utils.disable_progress_bars()
+    importlib.import_module("huggingface_hub.utils").disable_progress_bars()
     return library
 
 
@@ -59,6 +59,7 @@ def download(
         UnreachableError: the Hub does not answer and the files are not in the cache.
     """
     library = _library()
+    errors = importlib.import_module("huggingface_hub.errors")
     name = repo + (f"@{revision}" if revision else "")
     try:
         folder = library.snapshot_download(
@@ -69,12 +70,12 @@ def download(
             token=token,
             endpoint=endpoint,
         )
-    except library.errors.RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"init: the Hub has no repository {repo} that this machine may read. Check the name; a"
             " private or gated one needs HF_TOKEN."
         ) from None
-    except library.errors.RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise ConfigError(
             f"init: {repo} has no revision {revision}. Check what follows @."
         ) from None

@@ -234,10 +234,14 @@ def adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, str(path), metadata={"format": "pt", **(metadata or {})})
+    try:
+        save_file(whole, str(path), metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:  # also for a full disk
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 @contextlib.contextmanager

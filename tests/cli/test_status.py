@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from diloco_plugin import status
 from diloco_plugin.cli import main
 from diloco_plugin.errors import UnreachableError, WireError
+from diloco_plugin.net.sockets import Door, Poll, Waker, new_context
 from diloco_plugin.status import check, render, table
-from diloco_plugin.wire.messages import PROTOCOL
+from diloco_plugin.wire.framing import encode
+from diloco_plugin.wire.messages import PROTOCOL, HelloRequired, Status
 
 ADDRESS = "tcp://127.0.0.1:5555"
 
@@ -45,6 +48,73 @@ def body(**other: Any) -> dict[str, Any]:
         },
         "problems": ["us: connected, but no training step for a while."],
     } | other  # fmt: skip
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[[bytes], str]]:
+    """Starts a socket that gives every request the same answer, and returns its address."""
+    context, waker = new_context(), Waker()
+    threads: list[threading.Thread] = []
+
+    def start(answer: bytes) -> str:
+        door = Door(context, "tcp://127.0.0.1:*", "control")
+        poll = Poll()
+        poll.add(door)
+        poll.add(waker)
+
+        def work() -> None:
+            # Only the waker of this fixture ends it.
+            while not ended.is_set():
+                poll.wait(60.0)
+                for peer, _ in door.receive():
+                    door.send(peer, answer)
+            door.close()
+
+        ended = threading.Event()
+        ends.append(ended)
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        return str(door.address)
+
+    ends: list[threading.Event] = []
+    yield start
+    for ended in ends:
+        ended.set()
+    waker.wake()
+    for thread in threads:
+        thread.join()
+    waker.close()
+    context.destroy(linger=0)
+
+
+def test_status_and_check_ask_over_a_real_socket(
+    listening: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = listening(encode(Status(body=body())))
+    assert main(["status", address]) == 0
+    assert capsys.readouterr().out == render(body())
+    assert main(["check", address]) == 0
+    assert capsys.readouterr().out.startswith("yes: run 'main'")
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request", encode(HelloRequired(epoch=1))])
+def test_an_answer_that_is_no_status_is_a_no(
+    listening: Callable[[bytes], str], answer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = listening(answer)
+    assert main(["check", address]) == 69
+    assert "not as a syncer" in capsys.readouterr().out
+    assert main(["status", address]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_port_where_nobody_listens_is_unreachable() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        yes, sentence = check(address, timeout_seconds=0.1)
+    assert not yes
+    assert sentence.startswith(f"nothing answered at {address} within 0.1 s")
 
 
 @pytest.fixture

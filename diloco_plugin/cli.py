@@ -230,3 +230,7 @@ def _toml(value: Any) -> str:
             return f"[{', '.join(_toml(item) for item in value)}]"
         case _:
             return repr(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -76,7 +76,6 @@ class SyncerConfig:
     )
     parameters: Parameters = field(default_factory=Parameters)
 
-    @property
     def every_seconds(self) -> float:
         """Seconds between two publications; 0 means only at the end."""
         return duration(self.every)

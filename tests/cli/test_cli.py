@@ -64,7 +64,7 @@ def test_flags_reach_the_daemon_with_their_types(served: list[SyncerConfig]) -> 
     [config] = served
     p = config.parameters
     assert (config.bind, config.run, config.steps) == ("tcp://127.0.0.1:7777", "lab", 480)
-    assert (config.every_seconds, config.log_format) == (1800.0, "json")
+    assert (config.every_seconds(), config.log_format) == (1800.0, "json")
     assert (p.lockstep, p.learners, p.outer_nesterov) == (True, 2, False)
     assert (p.sync_every, p.fragments, p.outer_lr, p.codec) == (12, 4, 1.0, "bf16")
     assert p.outer_options == {"weight_decay": 0.1}

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from diloco_plugin.errors import ConfigError
@@ -79,9 +80,16 @@ def test_a_write_that_fails_leaves_the_older_file_and_no_rest(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_path_that_the_disk_refuses_is_an_oserror(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="cannot write"):
-        write_model(tmp_path / ("x" * 200 + ".safetensors" * 5), TENSORS)
+def test_a_disk_that_safetensors_finds_full_is_an_oserror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("IoError: No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_model(tmp_path / "m.safetensors", TENSORS)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_config_lands_where_from_pretrained_looks_or_beside_the_file(tmp_path: Path) -> None:

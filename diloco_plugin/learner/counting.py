@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -105,7 +104,7 @@ class StepCounter:
         self._on_step = on_step
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._global_handle: RemovableHandle | None = None
-        self._running: dict[int, list[FrameType]] = {}
+        self._running: dict[int, list[int]] = {}
         self._moved = False
         self.total_hook_calls = 0
         self.attach(optimizers)
@@ -168,14 +167,15 @@ class StepCounter:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # dynamo cannot trace frames
+        caller = sys._getframe(1)
         running = self._running.setdefault(id(optimizer), [])
         if running:
             # Either a subclass calls super().step(), whose class is hooked too, or an earlier step
-            # raised and never reached its post hook. Only the first kind is still on the call
-            # stack.
-            alive = set(_call_stack())
+            # raised and never reached its post hook. Only the first kind is still on the call stack.
+            # By id: a reference to a dead frame would keep its callers' activations in memory.
+            alive = {id(frame) for frame in _call_stack(caller) if frame.f_code is caller.f_code}
             running[:] = [frame for frame in running if frame in alive]
-        running.append(sys._getframe(1))
+        running.append(id(caller))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         running = self._running.get(id(optimizer))
@@ -224,9 +224,7 @@ def refuse_unsupported(optimizers: Sequence[object]) -> None:
                 )
 
 
-def unknown_parameters(
-    optimizers: Sequence[object], known: Iterable[Tensor]
-) -> list[Tensor | Parameter]:
+def unknown_parameters(optimizers: Sequence[object], known: Iterable[Tensor]) -> list[Tensor]:
     """Return what these optimizers train and is not among the known parameters, each once."""
     seen = {id(parameter) for parameter in known}
     unknown = []
@@ -261,11 +259,12 @@ def _skipped_by_amp(optimizer: Optimizer) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def _call_stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _call_stack(frame: FrameType) -> Iterator[FrameType]:
+    """The callers of a frame, innermost first."""
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
 
 
 def _layers(optimizer: object) -> Iterator[object]:

@@ -163,7 +163,7 @@ class Replica:
 
         Training thread, at a boundary. Alpha 0 overwrites; buffers of the model are always
         overwritten. State of the optimizers stays, but the ``z`` of schedule-free ones moves along
-        with its parameter: they compute the parameter from it. ``buffer`` stays the caller's.
+        with its parameter, which they compute from it. ``buffer`` stays the caller's.
         """
         fragment, tensors = self._fragment(fragment_index)
         incoming = views(buffer.flat[: fragment.elements], fragment)
@@ -224,7 +224,9 @@ class Replica:
             if dtype in (torch.float32, torch.float64):
                 base[start:stop].copy_(buffer.flat[start:stop])
                 continue
-            scratch = self._scratch.setdefault(dtype, torch.empty(CAST_BLOCK, dtype=dtype))
+            if dtype not in self._scratch:
+                self._scratch[dtype] = torch.empty(CAST_BLOCK, dtype=dtype)
+            scratch = self._scratch[dtype]
             for at in range(start, stop, CAST_BLOCK):
                 end = min(at + CAST_BLOCK, stop)
                 narrow = scratch[: end - at].copy_(buffer.flat[at:end])
@@ -252,15 +254,19 @@ class Replica:
     def _companions(
         self, tensors: Sequence[Tensor], optimizers: Sequence[object]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a schedule-free ``z`` and its parameter; looks for them until it is clear."""
+        """Pairs of schedule-free state and its parameter; looks for them until it is clear."""
         if self._keeps_z is False:
             return []
-        states = [getattr(unwrap(optimizer), "state", None) or {} for optimizer in optimizers]
+        states = [_state_of(optimizer) for optimizer in optimizers]
         if self._keeps_z is None and states and all(states):
             # State is made in the first step: an empty one says nothing yet.
-            self._keeps_z = any(_z_of(state, key) is not None for state in states for key in state)
-        pairs = [(_z_of(state, tensor), tensor) for state in states for tensor in tensors]
-        return [(z, tensor) for z, tensor in pairs if z is not None]
+            self._keeps_z = any(_sequences(state, key) for state in states for key in state)
+        return [
+            (part, tensor)
+            for state in states
+            for tensor in tensors
+            for part in _sequences(state, tensor)
+        ]
 
 
 class _MasterWeightWatch:
@@ -347,17 +353,24 @@ def _blend(tensors: Sequence[Tensor], incoming: Sequence[Tensor], alpha: float) 
 
 
 def _shift(companions: Sequence[tuple[Tensor, Tensor]], sign: int) -> None:
-    """With -1 before a write and with +1 after it: moves each ``z`` by what was written."""
+    """With -1 before a write and with +1 after it: moves each by what was written."""
     for z, tensor in companions:
         z.add_(tensor, alpha=sign)
 
 
-def _z_of(state: Mapping[object, object], key: object) -> Tensor | None:
+def _state_of(optimizer: object) -> Mapping[object, object]:
+    state = getattr(unwrap(optimizer), "state", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def _sequences(state: Mapping[object, object], key: object) -> list[Tensor]:
+    """The sequences that a schedule-free optimizer computes the parameter from: z, sometimes x."""
     # get, not []: the state of an optimizer is a defaultdict.
     entry = state.get(key)
-    z = entry.get("z") if isinstance(entry, Mapping) else None
-    same = isinstance(z, Tensor) and isinstance(key, Tensor) and z.shape == key.shape
-    return z if same and isinstance(z, Tensor) else None
+    if not isinstance(entry, Mapping) or "z" not in entry or not isinstance(key, Tensor):
+        return []
+    parts = [entry["z"], entry.get("x")]
+    return [part for part in parts if isinstance(part, Tensor) and part.shape == key.shape]
 
 
 def _runs(fragment: Fragment, tensors: Sequence[Tensor]) -> list[_Run]:

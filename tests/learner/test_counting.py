@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,22 @@ from diloco_plugin.learner.counting import (
 )
 
 
-def make_model() -> nn.Module:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def backward(model: nn.Module) -> Tensor:
     model.zero_grad()
-    loss = model(torch.randn(3, 4)).square().mean()
+    loss: Tensor = model(torch.randn(3, 4)).square().mean()
     loss.backward()
     return loss
+
+
+def overflow(model: nn.Module) -> None:
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient.fill_(float("inf"))
 
 
 def counted(counter: StepCounter, step: Callable[[], object], times: int) -> int:
@@ -132,6 +140,30 @@ def test_a_step_that_raised_does_not_silence_the_next_ones() -> None:
     assert len(calls) == 1
 
 
+def test_a_step_that_raised_keeps_nothing_of_its_caller_alive() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counter = StepCounter([optimizer], model.parameters())
+
+    class Activations:
+        pass
+
+    def train() -> weakref.ref[Activations]:
+        activations = Activations()
+
+        def out_of_memory() -> float:
+            raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step(out_of_memory)
+        return weakref.ref(activations)
+
+    left = train()
+    gc.collect()
+    assert left() is None
+    assert not counter.moved
+
+
 def test_lbfgs_with_closure_counts_once_per_step() -> None:
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8)
@@ -143,7 +175,8 @@ def test_lbfgs_with_closure_counts_once_per_step() -> None:
         evaluations += 1
         return backward(model)
 
-    assert counted(counter, lambda: optimizer.step(closure), 3) == 3
+    step: Any = optimizer.step
+    assert counted(counter, lambda: step(closure), 3) == 3
     assert evaluations > 3
     assert counter.total_hook_calls == 3
 
@@ -160,7 +193,7 @@ def test_steps_skipped_by_amp_do_not_count(fused: bool) -> None:
         optimizer.zero_grad()
         scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
         if batch in (1, 4):
-            next(model.parameters()).grad.fill_(float("inf"))
+            overflow(model)
         scaler.step(optimizer)
         scaler.update()
         told.append(counter.take())
@@ -177,7 +210,7 @@ def test_a_fused_step_that_amp_skipped_does_not_call_on_step() -> None:
     StepCounter([optimizer], model.parameters(), on_step=lambda: calls.append(1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
-    next(model.parameters()).grad.fill_(float("inf"))
+    overflow(model)
     scaler.step(optimizer)
     assert calls == []
 

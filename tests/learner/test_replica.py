@@ -227,6 +227,8 @@ def test_buffers_of_the_model_are_overwritten_whatever_alpha_is() -> None:
     replica = replica_of(model)
     fragment = replica.layout.fragments[0]
     merge(replica, torch.full((fragment.elements,), 4.0), alpha=0.5)
+    assert model.running_mean is not None
+    assert model.running_var is not None
     assert torch.equal(model.running_mean, torch.full((6,), 4.0))
     assert torch.equal(model.running_var, torch.full((6,), 4.0))
     assert torch.equal(model.weight.detach(), torch.full((6,), 2.5))
@@ -304,6 +306,7 @@ def test_rebind_follows_buffers_that_a_cast_replaced() -> None:
     model.to(torch.float64)
     replica.rebind(census(model).tensors)
     merge(replica, torch.full((replica.layout.elements,), 2.0))
+    assert model.running_mean is not None
     assert torch.equal(model.running_mean, torch.full((3,), 2.0, dtype=torch.float64))
 
 
@@ -342,18 +345,32 @@ def test_a_merge_works_with_grad_mode_on_and_leaves_no_graph() -> None:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """The z of schedule-free SGD, in five lines: the parameter is computed from it."""
+    """Schedule-free SGD: the parameter is computed from z and x; most versions do without x."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float = 0.01) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 z = self.state[p].setdefault("z", p.detach().clone())
                 z.sub_(p.grad, alpha=group["lr"])
                 p.lerp_(z, 0.5)
+
+
+class ScheduleFreeReference(ScheduleFree):
+    """The version with x, as in the paper."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                x = self.state[p].setdefault("x", p.detach().clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, 0.5)
+                p.copy_(x.lerp(z, 0.1))
 
 
 class Masters(torch.optim.Optimizer):
@@ -364,7 +381,7 @@ class Masters(torch.optim.Optimizer):
         self.copies = {p: p.detach().float().clone() for p in self.param_groups[0]["params"]}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p, copy in self.copies.items():
             copy.sub_(p.grad.float(), alpha=self.param_groups[0]["lr"])
             p.copy_(copy)
@@ -378,9 +395,10 @@ class HomeMadeAdam(torch.optim.AdamW):
     """The same for the optimizer that people use."""
 
 
-def test_schedule_free_keeps_a_merge() -> None:
+@pytest.mark.parametrize("kind", [ScheduleFree, ScheduleFreeReference])
+def test_schedule_free_keeps_a_merge(kind: type[ScheduleFree]) -> None:
     model = make_model()
-    optimizer = ScheduleFree(model.parameters())
+    optimizer = kind(model.parameters())
     replica = replica_of(model)
     train_step(model, optimizer)
     values = torch.randn(replica.layout.elements)
@@ -474,6 +492,7 @@ def test_master_weights_are_noticed_when_the_first_merge_was_too_small_to_tell()
         lambda p: HomeMadeAdam(p, lr=0.5),
         lambda p: HomeMade(p, lr=0.0),
         ScheduleFree,
+        ScheduleFreeReference,
     ],
 )
 @pytest.mark.parametrize("jump", [1e-6, 1e-3, 0.1, 3.0])
@@ -489,7 +508,8 @@ def test_torchs_own_optimizers_are_trusted_even_if_a_step_goes_straight_back() -
     replica = replica_of_tensors({"w": weight})
     optimizer = torch.optim.SGD([weight], lr=1.0)
     merge(replica, torch.zeros(64), optimizers=[optimizer])
-    (0.5 * (weight - 1.0).square().sum()).backward()
+    loss: Tensor = 0.5 * (weight - 1.0).square().sum()
+    loss.backward()
     optimizer.step()
     assert torch.equal(weight.detach(), torch.ones(64))
     replica.after_step()

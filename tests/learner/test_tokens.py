@@ -24,9 +24,11 @@ class Tiny(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         hidden = self.table(input_ids)
-        if self.checkpointed:
-            return checkpoint(self.head, hidden, use_reentrant=False)
-        return self.head(hidden)
+        head = self.head
+        logits: Tensor = (
+            checkpoint(head, hidden, use_reentrant=False) if self.checkpointed else head(hidden)
+        )
+        return logits
 
 
 IDS = torch.zeros(2, 8, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,3 +23,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     yield fake
     fake.close()
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A daemon that ran in this process before has taken the log for itself.
+    logger = logging.getLogger("diloco_plugin")
+    monkeypatch.setattr(logger, "propagate", True)

@@ -171,7 +171,7 @@ class StepCounter:
         running = self._running.setdefault(id(optimizer), [])
         if running:
             # Either a subclass calls super().step(), whose class is hooked too, or an earlier step
-            # raised and never reached its post hook. Only the first kind is still on the call stack.
+            # raised and never reached its post hook. Only the first is still on the call stack.
             # By id: a reference to a dead frame would keep its callers' activations in memory.
             alive = {id(frame) for frame in _call_stack(caller) if frame.f_code is caller.f_code}
             running[:] = [frame for frame in running if frame in alive]

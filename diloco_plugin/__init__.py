@@ -2,4 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_plugin.learner import Learner, attach
+
 __version__ = "0.1.0"
+__all__ = ["Learner", "__version__", "attach"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for, when it is asked for: `diloco --help` must not wait for torch."""
+    if name in __all__:
+        from diloco_plugin import learner
+
+        return getattr(learner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

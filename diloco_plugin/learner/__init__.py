@@ -1,0 +1,7 @@
+"""The learner: what runs in the user's training process."""
+
+from __future__ import annotations
+
+from diloco_plugin.learner.learner import Learner, attach
+
+__all__ = ["Learner", "attach"]

@@ -1,0 +1,472 @@
+"""The I/O thread of a learner: owns the sockets, carries out what needs no parameters.
+
+The training thread never touches a socket. The two threads share the learner core under one lock, held for
+microseconds; buffers change hands through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from diloco_plugin.config import parameters_from
+from diloco_plugin.core import actions as act
+from diloco_plugin.core import events as ev
+from diloco_plugin.core.learner import LearnerCore
+from diloco_plugin.core.parameters import Parameters
+from diloco_plugin.errors import ConfigError, LayoutError, WireError
+from diloco_plugin.learner.replica import Buffer, Replica
+from diloco_plugin.learner.transfers import Transfers
+from diloco_plugin.net.address import Address
+from diloco_plugin.net.poll import Poll, Waker
+from diloco_plugin.net.sockets import Line, new_context
+from diloco_plugin.tensors.layout import BUFFER, Layout, TensorSpec, build_layout
+from diloco_plugin.wire import messages as msg
+from diloco_plugin.wire.framing import decode_to_learner, encode
+
+log = logging.getLogger("diloco.learner")
+
+RETRY_SECONDS: Final = 0.002
+#: At the end, the milliseconds that a Goodbye gets to leave the process.
+FAREWELL_MS: Final = 500
+JOIN_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a learner says about itself in every Hello."""
+
+    run: str
+    name: str
+    incarnation: str
+    specs: tuple[TensorSpec, ...]
+    data_seed: int | None
+    model_config: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the syncer told at the door."""
+
+    parameters: Parameters
+    layout: Layout
+    specs: tuple[TensorSpec, ...]
+    index: int
+    count: int
+    run: str
+
+
+class Session:
+    """One learner's connection to its syncer. All methods are for the training thread."""
+
+    def __init__(self, address: str, introduction: Introduction, core: LearnerCore) -> None:
+        """Opens sockets and starts the I/O thread.
+
+        Raises:
+            ConfigError: the address is wrong or not reachable in plaintext.
+        """
+        self.core = core
+        self.lock = threading.Lock()
+        #: notified whenever something happened that a waiting training thread may look at
+        self.changed = threading.Condition(self.lock)
+        self.place: Place | None = None
+        self.error: BaseException | None = None
+        #: staged snapshots that were not offered yet, and versions that wait for a boundary
+        self.staged: dict[int, Buffer] = {}
+        self.arrived: dict[int, Buffer] = {}
+        self._introduction = introduction
+        self._address = Address.parse(address)
+        self._replica: Replica | None = None
+        self._transfers: Transfers | None = None
+        self._token = b""
+        self._bulk: Line | None = None
+        self._codecs: dict[int, tuple[int, str]] = {}
+        self._deferred: list[act.Fetch] = []
+        self._rebases: deque[tuple[int, Buffer]] = deque()
+        self._inbox: deque[act.LearnerAction | Callable[[], None]] = deque()
+        self._stopping = False
+        self._context = new_context()
+        try:
+            self._control = Line(self._context, self._address, "control")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._waker = Waker()
+        self._poll = Poll()
+        self._poll.add(self._control)
+        self._poll.add(self._waker)
+        self._thread = threading.Thread(target=self._run, name="diloco-io", daemon=True)
+        self._thread.start()
+
+    # ---- training thread ----
+
+    @property
+    def address(self) -> str:
+        """Where this learner looks for its syncer."""
+        return str(self._address)
+
+    def post(self, actions: Sequence[act.LearnerAction]) -> None:
+        """Hand actions that need no parameters to the I/O thread."""
+        if actions:
+            self._inbox.extend(actions)
+            self._waker.wake()
+
+    def use(self, replica: Replica) -> None:
+        """The buffers exist now: fetching may begin."""
+
+        def begin() -> None:
+            self._replica = replica
+            self._open_bulk()
+
+        self._inbox.append(begin)
+        self._waker.wake()
+
+    def applied(self, fragment: int, buffer: Buffer) -> None:
+        """A fragment was written into the parameters: its base follows, in the I/O thread."""
+        self._rebases.append((fragment, buffer))
+        self._waker.wake()
+
+    def settle_bases(self) -> None:
+        """Wait until every applied fragment is also the base (a matter of milliseconds)."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._rebases or self.error is not None, JOIN_SECONDS)
+
+    def close(self) -> None:
+        """Send what is queued, close the sockets, end the thread. Never hangs."""
+        self._stopping = True
+        self._waker.wake()
+        self._thread.join(JOIN_SECONDS)
+
+    # ---- I/O thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._carry_out_inbox()
+        except BaseException as error:
+            log.exception("the I/O thread of the learner failed; training goes on alone")
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+        finally:
+            self._context.destroy(linger=FAREWELL_MS)
+            self._waker.close()
+
+    def _turn(self) -> None:
+        with self.lock:
+            deadline = self.core.next_deadline_ns()
+        wait = (deadline - time.monotonic_ns()) / 1e9
+        if self._transfers is not None and self._transfers.backlog:
+            wait = min(wait, RETRY_SECONDS)
+        self._poll.wait(max(0.0, wait))
+        self._waker.drain()
+        self._rebase()
+        self._carry_out_inbox()
+        self._watch_lines()
+        for frames in self._control.receive():
+            self._take_control(frames[0].buffer)
+        if self._bulk is not None and self._transfers is not None:
+            for frames in self._bulk.receive():
+                self._take_bulk(frames)
+            self._transfers.flush()
+        if time.monotonic_ns() >= deadline:
+            self._step(ev.Ticked(now_ns=time.monotonic_ns()))
+
+    def _step(self, event: ev.LearnerEvent) -> None:
+        with self.changed:
+            before = self.core.link.connected
+            actions = self.core.step(event)
+            cut = before and not self.core.link.connected
+            self.changed.notify_all()
+        for action in actions:
+            self._carry_out(action)
+        if cut and self._transfers is not None:
+            self._transfers.withdraw_all()
+
+    def _carry_out_inbox(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if callable(item):
+                item()
+            else:
+                self._carry_out(item)
+
+    def _rebase(self) -> None:
+        while self._rebases:
+            fragment, buffer = self._rebases[0]
+            assert self._replica is not None
+            self._replica.rebase(fragment, buffer)
+            self._replica.give_back(buffer)
+            self._rebases.popleft()
+            self._step(ev.Rebased(now_ns=time.monotonic_ns(), fragment=fragment))
+
+    def _watch_lines(self) -> None:
+        for event in self._control.events():
+            now = time.monotonic_ns()
+            if event == "connected":
+                self._step(ev.Connected(now_ns=now))
+            elif event == "disconnected":
+                self._step(ev.Lost(now_ns=now, reason="the connection broke"))
+        if self._bulk is None or self._transfers is None:
+            return
+        for event in self._bulk.events():
+            if event == "connected":
+                self._transfers.greet()
+            elif event == "disconnected":
+                self._transfers.cut()
+
+    def _take_bulk(self, frames: list[Any]) -> None:
+        assert self._transfers is not None
+        try:
+            self._transfers.take(frames)
+        except WireError as error:
+            log.debug("a bulk message of the syncer is ignored (%s): %s", error.reason, error)
+
+    def _take_control(self, data: Any) -> None:
+        try:
+            message = decode_to_learner(data)
+        except WireError as error:
+            log.debug("a message of the syncer is ignored (%s): %s", error.reason, error)
+            return
+        now = time.monotonic_ns()
+        match message:
+            case msg.Welcome():
+                self._welcome(message, now)
+            case msg.Probe():
+                self._control.send(encode(msg.ProbeAnswer(nonce=message.nonce)))
+            case msg.Warn():
+                log.warning("%s", message.text)
+            case msg.Fate():
+                if self._transfers is not None:
+                    self._transfers.withdraw(message.round)
+                self._step(
+                    ev.FateTold(
+                        now_ns=now,
+                        round=message.round,
+                        fragment=message.fragment,
+                        fate=message.fate,
+                        reason=message.reason,
+                    )
+                )
+            case _:
+                event = self._event(message, now)
+                if event is not None:
+                    self._step(event)
+
+    def _event(self, message: msg.ToLearner, now: int) -> ev.LearnerEvent | None:
+        match message:
+            case msg.Pull():
+                return ev.Pulled(
+                    now_ns=now,
+                    round=message.round,
+                    fragment=message.fragment,
+                    closing=message.closing,
+                )
+            case msg.Announce():
+                self._codecs[message.fragment] = (message.version, message.codec)
+                return ev.Announced(
+                    now_ns=now,
+                    fragment=message.fragment,
+                    version=message.version,
+                    clock=message.clock,
+                )
+            case msg.SeedRequest():
+                return ev.SeedAsked(now_ns=now)
+            case msg.Refuse():
+                return ev.TurnedAway(now_ns=now, code=message.code, text=message.text)
+            case msg.HelloRequired():
+                return ev.Strange(now_ns=now)
+            case msg.RunComplete():
+                return ev.RunCompleted(now_ns=now, reason=message.reason)
+            case msg.GoingAway():
+                return ev.Lost(now_ns=now, reason=message.reason, deliberate=True)
+            case msg.Fence():
+                return ev.Lost(now_ns=now, reason=message.reason)
+            case msg.HeartbeatAnswer():
+                return ev.SyncerHeard(now_ns=now)
+        return None
+
+    def _welcome(self, welcome: msg.Welcome, now: int) -> None:
+        place = self._read_place(welcome)
+        if isinstance(place, str):
+            self._step(ev.TurnedAway(now_ns=now, code="layout", text=place))
+            return
+        with self.lock:
+            self.core.lay_out(place.parameters, len(place.layout.fragments))
+            self.place = place
+        self._token = welcome.token
+        if self._bulk is None:
+            bulk = self._address.with_port(welcome.bulk_port)
+            self._bulk = Line(self._context, bulk, "bulk")
+        elif self._bulk.address.port != welcome.bulk_port:
+            self._bulk.reopen(self._address.with_port(welcome.bulk_port))
+        self._step(
+            ev.Welcomed(now_ns=now, epoch=welcome.epoch, clock=welcome.clock, keep=welcome.keep)
+        )
+        if self._transfers is not None:
+            self._transfers.welcome(self._token)
+
+    def _read_place(self, welcome: msg.Welcome) -> Place | str:
+        """What the Welcome says, or what is wrong with it."""
+        try:
+            parameters = parameters_from(welcome.parameters, source="the syncer")
+            specs = self._introduction.specs
+            if parameters.buffers == "local":
+                specs = tuple(spec for spec in specs if spec.kind != BUFFER)
+            layout = build_layout(specs, welcome.fragments)
+        except (ConfigError, LayoutError) as error:
+            return f"the syncer's welcome cannot be used: {error}"
+        if layout.fingerprint != welcome.fingerprint:
+            return (
+                f"the syncer lays the model out otherwise (fingerprint {welcome.fingerprint[:12]},"
+                f" here {layout.fingerprint[:12]}): use the same diloco-plugin version everywhere."
+            )
+        if self.place is not None and self.place.layout.fingerprint != layout.fingerprint:
+            return (
+                f"the syncer came back with {len(layout.fragments)} fragments instead of"
+                f" {len(self.place.layout.fragments)}: start this learner again to join that run."
+            )
+        return Place(parameters, layout, specs, welcome.index, welcome.count, welcome.run)
+
+    def _open_bulk(self) -> None:
+        assert self._bulk is not None
+        assert self._replica is not None
+        self._transfers = Transfers(
+            self._bulk,
+            self._replica,
+            push_done=lambda f: self._step(ev.PushSent(now_ns=time.monotonic_ns(), fragment=f)),
+            fetch_done=self._fetched,
+            fetch_gone=lambda f, v: self._step(
+                ev.FetchFailed(now_ns=time.monotonic_ns(), fragment=f, version=v)
+            ),
+        )
+        self._poll.add(self._bulk)
+        self._transfers.welcome(self._token)
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            self._fetch(action)
+
+    def _fetched(self, fragment: int, version: int, buffer: Buffer) -> None:
+        with self.lock:
+            self.arrived[fragment] = buffer
+        self._step(ev.Arrived(now_ns=time.monotonic_ns(), fragment=fragment, version=version))
+
+    # ---- carrying out ----
+
+    def _carry_out(self, action: act.LearnerAction) -> None:  # one line per action
+        epoch = self.core.link.epoch
+        match action:
+            case act.Offer():
+                self._offer(action, epoch)
+            case act.Fetch():
+                self._fetch(action)
+            case act.Forfeit():
+                if self._transfers is not None:
+                    self._transfers.withdraw_all()
+            case act.Release():
+                self._release(action.fragment)
+            case act.Unstage():
+                self._unstage(action.fragment)
+            case act.SayHello():
+                self._hello(action)
+            case act.Reconnect():
+                self._control.reopen()
+            case act.Beat():
+                self._control.send(encode(msg.Heartbeat(epoch=epoch)))
+            case act.Report():
+                self._control.send(
+                    encode(
+                        msg.Progress(
+                            epoch=epoch,
+                            clock=action.clock,
+                            step_ns=action.step_ns,
+                            tokens=action.tokens,
+                        )
+                    )
+                )
+            case act.SayTaken():
+                self._control.send(encode(msg.Taken(epoch=epoch)))
+            case act.AskClose():
+                self._control.send(encode(msg.CloseRequest(epoch=epoch, fragments=action.fragments)))
+            case act.Leave():
+                self._control.send(encode(msg.Goodbye(epoch=epoch)))
+            case act.Note():
+                log.warning("%s", action.text)
+            case act.ServeSeed():
+                assert self._transfers is not None
+                self._transfers.serve_seed()
+
+    def _hello(self, action: act.SayHello) -> None:
+        me = self._introduction
+        tensors = tuple(
+            msg.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, kind=s.kind, alias_of=s.alias_of)
+            for s in me.specs
+        )
+        hello = msg.Hello(
+            protocol=msg.PROTOCOL,
+            run=me.run,
+            name=me.name,
+            incarnation=me.incarnation,
+            tensors=tensors,
+            epoch=action.epoch,
+            versions=action.versions,
+            clock=action.clock,
+            data_seed=me.data_seed,
+            model_config=me.model_config,
+            version=me.version,
+        )
+        self._control.send(encode(hello))
+
+    def _offer(self, action: act.Offer, epoch: int) -> None:
+        offer = msg.Offer(
+            epoch=epoch,
+            round=action.round,
+            fragment=action.fragment,
+            base=max(0, action.base),
+            steps=action.steps,
+            tokens=action.tokens,
+            nothing=action.nothing,
+        )
+        if action.nothing:
+            self._control.send(encode(offer))
+            return
+        with self.lock:
+            buffer = self.staged.pop(action.fragment)
+        assert self._transfers is not None
+        assert self.place is not None
+        codec_name = "fp32" if action.exact else self.place.parameters.codec
+        self._transfers.push(action.round, action.fragment, buffer, codec_name)
+        if not self.core.link.connected or not self._control.send(encode(offer)):
+            self._transfers.withdraw(action.round)
+
+    def _fetch(self, action: act.Fetch) -> None:
+        if self._transfers is None or self._replica is None:
+            self._deferred.append(action)
+            return
+        buffer = self._replica.take_arrival()
+        assert buffer is not None, "the core counts arrival buffers"
+        version, codec_name = self._codecs[action.fragment]
+        assert version >= action.version
+        self._transfers.fetch(action.fragment, action.version, codec_name, buffer)
+
+    def _release(self, fragment: int) -> None:
+        self._deferred = [fetch for fetch in self._deferred if fetch.fragment != fragment]
+        with self.lock:
+            buffer = self.arrived.pop(fragment, None)
+        if buffer is not None and self._replica is not None:
+            self._replica.give_back(buffer)
+        elif self._transfers is not None:
+            self._transfers.release(fragment)
+
+    def _unstage(self, fragment: int) -> None:
+        with self.lock:
+            buffer = self.staged.pop(fragment, None)
+        if buffer is not None and self._replica is not None:
+            self._replica.give_back(buffer)

@@ -1,0 +1,403 @@
+"""The bulk thread of the syncer: pushes and seeds in, fragments out, all on the receivers' credit.
+
+It knows transfers, not rounds: what may come or go is told by the daemon through commands, what has come is
+handed to `on_push`, `on_seed` and `on_failure`. A push that is not complete leaves no trace.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from diloco_plugin.core.events import Life
+from diloco_plugin.errors import WireError
+from diloco_plugin.net.poll import Poll, Waker
+from diloco_plugin.net.sockets import Door, Sent
+from diloco_plugin.syncer.model import GlobalModel, WireCopy
+from diloco_plugin.tensors.codec import Codec, codec
+from diloco_plugin.wire.chunks import (
+    Receiver,
+    check_payload,
+    checksum,
+    chunk_bounds,
+    chunk_count,
+)
+from diloco_plugin.wire.framing import decode_bulk, encode
+from diloco_plugin.wire.messages import BulkHello, Chunk, Gone, Want
+
+#: Chunks of 1 MiB that one incoming transfer may have on its way.
+WINDOW: Final = 4
+#: Messages that may wait for a peer that reads slowly; beyond it, it is forgotten.
+BACKLOG_MAX: Final = 256
+RETRY_SECONDS: Final = 0.005
+
+PushKey: TypeAlias = tuple[Life, int]
+
+
+class Reports(Protocol):
+    """What the bulk thread tells the daemon. Called in the bulk thread; must not block."""
+
+    def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None: ...
+    def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None: ...
+    def seed_arrived(self, life: Life) -> None: ...
+    def strange_bytes(self, reason: str) -> None: ...
+    def broken(self, error: BaseException) -> None: ...
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One transfer towards us."""
+
+    life: Life
+    kind: str
+    key: int
+    fragment: int
+    codec: Codec
+    target: Tensor | None = None  # flat fp32, exactly as long as the fragment
+    slot: Tensor | None = None  # the receive slot that `target` is a part of
+    receiver: Receiver | None = None
+    #: when its last byte came, or when it was granted
+    moved: float = 0.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """One bulk connection whose learner is known."""
+
+    life: Life
+    outbox: deque[tuple[bytes, ...]] = field(default_factory=deque)
+    #: what it is fetching: an older version stays readable until it has been fetched
+    reading: dict[int, WireCopy] = field(default_factory=dict)
+
+
+class Bulk:
+    """Owns the bulk door. Everything but the constructor and the commands runs in its own thread."""
+
+    def __init__(self, door: Door, slots: int, patience: float, reports: Reports) -> None:
+        """`slots`: pushes that may come at once; `patience`: seconds without a byte of one."""
+        self._door = door
+        self._patience = patience
+        self._reports = reports
+        self._slots_max = slots
+        self._slots_made = 0
+        self._slots: list[Tensor] = []
+        self._model: GlobalModel | None = None
+        self._tokens: dict[bytes, Life] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._routes: dict[Life, bytes] = {}
+        self._incoming: dict[PushKey, Incoming] = {}
+        self._waiting: deque[PushKey] = deque()
+        self._seed: Incoming | None = None
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waker = Waker()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="diloco-bulk", daemon=True)
+
+    # ---- commands: any thread ----
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def use_model(self, model: GlobalModel) -> None:
+        """The run has a layout now."""
+        self._command(lambda: setattr(self, "_model", model))
+
+    def expect(self, token: bytes, life: Life) -> None:
+        """Whoever shows this token is that learner."""
+        self._command(lambda: self._tokens.__setitem__(token, life))
+
+    def forget(self, life: Life) -> None:
+        """A life is over: its unfinished transfers leave no trace."""
+        self._command(lambda: self._forget(life))
+
+    def receive(self, life: Life, round_: int, fragment: int, codec_name: str) -> None:
+        """Let a push come, as soon as a slot is free."""
+        transfer = Incoming(life, "push", round_, fragment, codec(codec_name))
+        self._command(lambda: self._await_slot(transfer))
+
+    def receive_seed(self, life: Life) -> None:
+        """Fetch the whole model from this learner, straight into theta."""
+        self._command(lambda: self._begin_seed(life))
+
+    def discard(self, life: Life, round_: int) -> None:
+        """A push will not be merged; if its bytes are complete already, this does nothing."""
+        self._command(lambda: self._discard((life, round_)))
+
+    def release(self, slot: Tensor) -> None:
+        """A receive slot is free again."""
+        self._command(lambda: self._slots.append(slot))
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Close the door and end the thread."""
+        self._command(lambda: setattr(self, "_stopping", True))
+        if self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._waker.wake()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        poll = Poll()
+        poll.add(self._door)
+        poll.add(self._waker)
+        try:
+            while not self._stopping:
+                backlog = any(peer.outbox for peer in self._peers.values())
+                poll.wait(RETRY_SECONDS if backlog else self._patience / 2)
+                self._waker.drain()
+                self._carry_out_commands()
+                for route, frames in self._door.receive():
+                    self._take(route, frames)
+                for route in list(self._peers):
+                    self._flush(route)
+                self._give_up_on_the_silent()
+        except BaseException as error:
+            self._reports.broken(error)
+        finally:
+            self._door.close()
+            self._waker.close()
+
+    def _carry_out_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                break
+            command()
+        self._fill_slots()
+
+    def _take(self, route: bytes, frames: list[Any]) -> None:
+        """One message. Bytes that break the protocol are counted, and harm only their own transfer."""
+        try:
+            message = decode_bulk(frames[0].buffer)
+            if isinstance(message, BulkHello):
+                self._greet(route, message.token)
+            elif route not in self._peers:
+                raise WireError("stranger", "a bulk message before a token")
+            elif isinstance(message, Want):
+                self._serve(route, message)
+            elif isinstance(message, Chunk):
+                self._receive_chunk(route, message, frames)
+            elif isinstance(message, Gone):
+                self._gone(self._peers[route].life, message)
+        except WireError as error:
+            self._reports.strange_bytes(error.reason)
+
+    def _greet(self, route: bytes, token: bytes) -> None:
+        life = self._tokens.get(token)
+        if life is None:
+            raise WireError("stranger", "an unknown token")
+        old = self._routes.pop(life, None)
+        if old is not None:
+            self._peers.pop(old, None)
+        self._peers[route] = Peer(life)
+        self._routes[life] = route
+        for transfer in [*self._incoming.values(), self._seed]:  # what was cut goes on from here
+            if transfer is not None and transfer.life == life and transfer.receiver is not None:
+                transfer.receiver.restart()
+                self._grant(transfer)
+
+    def _forget(self, life: Life) -> None:
+        for token in [t for t, holder in self._tokens.items() if holder == life]:
+            del self._tokens[token]
+        route = self._routes.pop(life, None)
+        if route is not None:
+            self._peers.pop(route, None)
+        for key in [key for key in self._incoming if key[0] == life]:
+            self._discard(key)
+        if self._seed is not None and self._seed.life == life:
+            self._seed = None
+
+    # ---- in ----
+
+    def _await_slot(self, transfer: Incoming) -> None:
+        key = (transfer.life, transfer.key)
+        self._incoming[key] = transfer
+        self._waiting.append(key)
+
+    def _fill_slots(self) -> None:
+        while self._waiting:
+            transfer = self._incoming.get(self._waiting[0])
+            if transfer is not None:
+                slot = self._free_slot()
+                if slot is None:
+                    return
+                assert self._model is not None
+                elements = self._model.layout.fragments[transfer.fragment].elements
+                transfer.slot, transfer.target = slot, slot[:elements]
+                transfer.receiver = Receiver(chunk_count(elements), WINDOW)
+                self._grant(transfer)
+            self._waiting.popleft()
+
+    def _give_up_on_the_silent(self) -> None:
+        """A transfer that stands still must not hold its slot, nor its round."""
+        limit = time.monotonic() - self._patience
+        for transfer in [*self._incoming.values(), self._seed]:
+            if transfer is not None and transfer.receiver is not None and transfer.moved < limit:
+                self._fail(transfer, "stalled")
+
+    def _free_slot(self) -> Tensor | None:
+        if self._slots:
+            return self._slots.pop()
+        if self._slots_made >= self._slots_max or self._model is None:
+            return None
+        self._slots_made += 1
+        return torch.empty(max(f.elements for f in self._model.layout.fragments))
+
+    def _begin_seed(self, life: Life, fragment: int = 0) -> None:
+        assert self._model is not None
+        target = self._model.theta[fragment]
+        self._seed = Incoming(life, "seed", 0, fragment, codec("fp32"), target)
+        self._seed.receiver = Receiver(chunk_count(target.numel()), WINDOW)
+        self._grant(self._seed)
+
+    def _grant(self, transfer: Incoming) -> None:
+        transfer.moved = time.monotonic()
+        route = self._routes.get(transfer.life)
+        if route is None or transfer.receiver is None:
+            return  # granted when its bulk connection shows its token
+        for first, count in transfer.receiver.wants():
+            want = Want(
+                kind=transfer.kind,
+                fragment=transfer.fragment,
+                key=transfer.key,
+                first=first,
+                count=count,
+            )
+            self._send(route, encode(want))
+
+    def _receive_chunk(self, route: bytes, message: Chunk, frames: list[Any]) -> None:
+        life = self._peers[route].life
+        if message.kind == "seed":
+            transfer = self._seed
+        else:
+            transfer = self._incoming.get((life, message.key))
+        if (
+            transfer is None
+            or transfer.life != life
+            or transfer.fragment != message.fragment
+            or transfer.receiver is None
+        ):
+            return  # the round closed while the chunk was on its way
+        try:
+            self._store(transfer, message, frames)
+        except WireError as error:
+            if error.reason != "duplicate":  # a want may be repeated after a reconnect
+                self._fail(transfer, error.reason.replace("_", " "))
+            raise
+        if not transfer.receiver.complete:
+            self._grant(transfer)
+        elif transfer.kind == "seed":
+            self._seed_fragment_done(transfer)
+        else:
+            del self._incoming[(life, transfer.key)]
+            assert transfer.slot is not None
+            self._reports.push_arrived(life, transfer.key, transfer.fragment, transfer.slot)
+
+    def _store(self, transfer: Incoming, message: Chunk, frames: list[Any]) -> None:
+        assert transfer.target is not None
+        assert transfer.receiver is not None
+        if len(frames) != 2:
+            raise WireError("truncated", f"a chunk in {len(frames)} frames instead of 2")
+        start, stop = chunk_bounds(message.index, transfer.target.numel())
+        payload = frames[1].buffer
+        check_payload(payload, transfer.codec.nbytes(stop - start), message.crc)
+        transfer.receiver.receive(message.index)
+        raw = torch.frombuffer(payload, dtype=torch.uint8)
+        transfer.codec.decode(raw, transfer.target[start:stop])
+
+    def _seed_fragment_done(self, transfer: Incoming) -> None:
+        assert self._model is not None
+        following = transfer.fragment + 1
+        if following < len(self._model.theta):
+            self._begin_seed(transfer.life, following)
+        else:
+            self._seed = None
+            self._reports.seed_arrived(transfer.life)
+
+    def _gone(self, life: Life, message: Gone) -> None:
+        transfer = self._incoming.get((life, message.key)) if message.kind == "push" else None
+        if transfer is not None:
+            self._fail(transfer, "withdrawn")
+
+    def _fail(self, transfer: Incoming, reason: str) -> None:
+        if transfer.kind == "seed":
+            self._seed = None
+        else:
+            self._discard((transfer.life, transfer.key))
+        self._reports.push_failed(transfer.life, transfer.key, transfer.fragment, reason)
+
+    def _discard(self, key: PushKey) -> None:
+        transfer = self._incoming.pop(key, None)
+        if transfer is not None and transfer.slot is not None:
+            self._slots.append(transfer.slot)
+
+    # ---- out ----
+
+    def _serve(self, route: bytes, want: Want) -> None:
+        """Send the wanted chunks of an announced version, or say that it is gone."""
+        peer = self._peers[route]
+        if want.kind != "fetch" or self._model is None or want.fragment >= len(self._model.theta):
+            raise WireError("invalid", f"a want of kind {want.kind!r}, fragment {want.fragment}")
+        copy = peer.reading.get(want.fragment)
+        if copy is None or copy.version != want.key:
+            copy = self._model.wire_copy(want.fragment)
+            if copy is None or copy.version != want.key:
+                gone = Gone(kind="fetch", fragment=want.fragment, key=want.key)
+                self._send(route, encode(gone))
+                return
+            peer.reading[want.fragment] = copy
+        elements = self._model.layout.fragments[want.fragment].elements
+        last = want.first + want.count - 1
+        whole = memoryview(copy.data.numpy())
+        size = codec(copy.codec).nbytes
+        for index in range(want.first, want.first + want.count):
+            start, stop = chunk_bounds(index, elements)
+            payload = whole[size(start) : size(stop)]
+            header = Chunk(
+                kind="fetch",
+                fragment=want.fragment,
+                key=want.key,
+                index=index,
+                crc=checksum(payload),
+            )
+            self._send(route, encode(header), payload)
+        if last >= chunk_count(elements) - 1:
+            peer.reading.pop(want.fragment, None)
+
+    def _send(self, route: bytes, *frames: Any) -> None:
+        peer = self._peers[route]
+        peer.outbox.append(frames)
+        if len(peer.outbox) > BACKLOG_MAX:
+            self._hang_up(route)
+        else:
+            self._flush(route)
+
+    def _flush(self, route: bytes) -> None:
+        peer = self._peers.get(route)
+        while peer is not None and peer.outbox:
+            sent = self._door.send(route, *peer.outbox[0])
+            if sent is Sent.SLOW:
+                return
+            if sent is Sent.GONE:
+                self._hang_up(route)
+                return
+            peer.outbox.popleft()
+
+    def _hang_up(self, route: bytes) -> None:
+        """Its transfers wait for the learner's next connection, or for the end of its lease."""
+        peer = self._peers.pop(route)
+        if self._routes.get(peer.life) == route:
+            del self._routes[peer.life]

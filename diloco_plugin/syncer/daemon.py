@@ -1,0 +1,569 @@
+"""The syncer daemon: carries out what `core.syncer` decides, with tensors, store and sockets.
+
+Threads: this one (control socket and core), the bulk thread, the merge thread. They talk through queues; only this
+one steps the core, so decisions have one order.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+from torch import Tensor
+
+from diloco_plugin import __version__
+from diloco_plugin.config import SyncerConfig, parameters_to
+from diloco_plugin.core import actions as act
+from diloco_plugin.core import events as ev
+from diloco_plugin.core import policy
+from diloco_plugin.core.events import Life
+from diloco_plugin.core.syncer import RunState, SyncerCore
+from diloco_plugin.errors import LayoutError, WireError
+from diloco_plugin.hub import Publisher, parse
+from diloco_plugin.modelfile import load_init, write_model
+from diloco_plugin.net.address import Address
+from diloco_plugin.net.poll import Poll, Waker
+from diloco_plugin.net.sockets import Door, Sent, new_context
+from diloco_plugin.syncer.bulk import Bulk
+from diloco_plugin.syncer.merger import Merger
+from diloco_plugin.syncer.model import GlobalModel
+from diloco_plugin.tensors.layout import (
+    BUFFER,
+    TensorSpec,
+    build_layout,
+    check_specs,
+    differences,
+)
+from diloco_plugin.tensors.merge import Measure
+from diloco_plugin.wire import messages as msg
+from diloco_plugin.wire.framing import decode_to_syncer, encode
+
+log = logging.getLogger("diloco.syncer")
+
+MERGER_CLOSE_SECONDS: Final = 120.0
+BULK_CLOSE_SECONDS: Final = 5.0
+PUBLISH_CLOSE_SECONDS: Final = 300.0
+#: After a RunComplete or GoingAway, the time that libzmq gets to send it.
+FAREWELL_SECONDS: Final = 0.2
+
+
+class Syncer:
+    """One life of the syncer of one run. `run()` blocks until the run is over or `stop()` is called.
+
+    Raises:
+        AddressInUseError, ConfigError: from the constructor; nothing was started then.
+    """
+
+    def __init__(self, config: SyncerConfig) -> None:
+        """Bind both sockets and load --init; learners may connect, nobody answers before `run()`."""
+        self.config = config
+        self._init = load_init(config.init) if config.init else None
+        now = time.monotonic_ns()
+        # Without a store, wall-clock time is what grows from one life to the next.
+        self._core = SyncerCore(
+            config.parameters,
+            epoch=time.time_ns() // 1_000_000,
+            steps=config.steps,
+            seeded=self._init is not None,
+            now_ns=now,
+        )
+        self._queue: SimpleQueue[ev.SyncerEvent | BaseException] = SimpleQueue()
+        self._pending: deque[ev.SyncerEvent] = deque()
+        self._context = new_context()
+        try:
+            self._door = Door(self._context, config.bind, "control")
+            bulk_door = self._bulk_door()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._bulk_port = bulk_door.port
+        self._bulk = Bulk(bulk_door, self._receive_slots(), config.parameters.lease, self)
+        self._merger = Merger(self.broken)
+        self._waker = Waker()
+        self._model: GlobalModel | None = None
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._model_config = ""
+        self._routes: dict[Life, bytes] = {}
+        self._lives: dict[bytes, Life] = {}
+        self._slots: dict[tuple[Life, int], tuple[Tensor, Measure]] = {}
+        self._closing_rounds: set[int] = set()
+        self._strange: Counter[str] = Counter()
+        self._stopped = False
+        self._publisher = self._make_publisher()
+        self._carriers = self._carriers_by_action()
+
+    @property
+    def address(self) -> str:
+        """Where learners find this syncer, e.g. `tcp://127.0.0.1:5555`."""
+        return str(self._door.address)
+
+    # ---- life ----
+
+    def run(self) -> None:
+        """Serve until the run is over; then export and publish."""
+        self._bulk.start()
+        poll = Poll()
+        poll.add(self._door)
+        poll.add(self._waker)
+        try:
+            while not self._stopped:
+                poll.wait((self._core.next_deadline_ns() - time.monotonic_ns()) / 1e9)
+                self._turn()
+            self._farewell()
+        finally:
+            self._close()
+
+    def stop(self, reason: str) -> None:
+        """Ask for an orderly stop. Any thread, signal handlers too."""
+        self._post(ev.StopAsked(now_ns=time.monotonic_ns(), reason=reason))
+
+    def _turn(self) -> None:
+        self._waker.drain()
+        for route, frames in self._door.receive():
+            self._take(route, frames[0].buffer)
+        while True:
+            try:
+                event = self._queue.get_nowait()
+            except Empty:
+                break
+            if isinstance(event, BaseException):
+                raise event
+            self._step(event)
+        if time.monotonic_ns() >= self._core.next_deadline_ns():
+            self._step(ev.Ticked(now_ns=time.monotonic_ns()))
+            self._publish_when_due()
+
+    def _step(self, event: ev.SyncerEvent) -> None:
+        """Step the core and carry out what it wants; failures to send come back as events."""
+        self._pending.append(event)
+        while self._pending:
+            for action in self._core.step(self._pending.popleft()):
+                self._carriers[type(action)](action)
+
+    def _post(self, event: ev.SyncerEvent | BaseException) -> None:
+        self._queue.put(event)
+        self._waker.wake()
+
+    def _farewell(self) -> None:
+        """The last word to learners was sent; export and publish while it travels."""
+        if self._model is not None and self._core.state is RunState.STOPPED and self._seeded():
+            tensors = self._model.tensors() if self._merger.close(MERGER_CLOSE_SECONDS) else {}
+            if self.config.export and tensors:
+                metadata = {"format": "pt", "run": self.config.run, "clock": str(self._core.clock)}
+                write_model(self.config.export, tensors, metadata, self._model_config)
+                log.info("the global model is in %s", self.config.export)
+            if self._publisher is not None and tensors:
+                self._publisher.offer(f"step {self._core.clock}", tensors, self._model_config)
+        elif self.config.export:
+            log.warning("nothing to export: no learner has brought a model")
+        time.sleep(FAREWELL_SECONDS)
+
+    def _close(self) -> None:
+        self._bulk.stop(BULK_CLOSE_SECONDS)
+        self._merger.close(MERGER_CLOSE_SECONDS)
+        if self._publisher is not None:
+            self._publisher.close(PUBLISH_CLOSE_SECONDS)
+        self._door.close()
+        self._waker.close()
+        self._context.destroy(linger=0)
+
+    def _seeded(self) -> bool:
+        return self._model is not None and self._model.wire_copy(0) is not None
+
+    def _bulk_door(self) -> Door:
+        control = Address.parse(self.config.bind)
+        return Door(self._context, control.beside(), "bulk")
+
+    def _receive_slots(self) -> int:
+        """Pushes that may be on their way in at once: a third of the model's size at most."""
+        parameters = self.config.parameters
+        if parameters.lockstep:  # all of a round are kept until its close
+            return parameters.learners * max(1, parameters.overlap) + 1
+        return max(1, min(8, parameters.fragments // 3))
+
+    def _make_publisher(self) -> Publisher | None:
+        if not self.config.publish:
+            return None
+        repo, _ = parse(self.config.publish)
+        folder = f"{self.config.export or self.config.run}.published"
+        return Publisher(repo, folder, self.config.every_seconds)
+
+    def _publish_when_due(self) -> None:
+        publisher, model = self._publisher, self._model
+        if publisher is None or model is None or not self._seeded():
+            return
+        if publisher.due(time.monotonic()):
+            label, config = f"step {self._core.clock}", self._model_config
+            self._merger.submit(lambda: publisher.offer(label, model.tensors(), config))
+
+    # ---- what comes in over the control socket ----
+
+    def _take(self, route: bytes, data: Any) -> None:
+        try:
+            message = decode_to_syncer(data)
+        except WireError as error:
+            self._strange[error.reason] += 1
+            return
+        now = time.monotonic_ns()
+        if isinstance(message, msg.StatusRequest):
+            self._door.send(route, encode(msg.Status(body=self.status())))
+            return
+        if isinstance(message, msg.Hello):
+            self._hello(route, message, now)
+            return
+        life = self._lives.get(route)
+        epoch = getattr(message, "epoch", self._core.epoch)
+        if life is None or epoch != self._core.epoch:
+            self._door.send(route, encode(msg.HelloRequired(epoch=self._core.epoch)))
+            return
+        self._step(self._event(message, life, now))
+
+    def _event(self, message: msg.ToSyncer, life: Life, now: int) -> ev.SyncerEvent:
+        match message:
+            case msg.Progress():
+                return ev.Progressed(
+                    now_ns=now,
+                    life=life,
+                    clock=message.clock,
+                    step_ns=message.step_ns,
+                    tokens=message.tokens,
+                )
+            case msg.Offer():
+                return ev.Offered(
+                    now_ns=now,
+                    life=life,
+                    round=message.round,
+                    fragment=message.fragment,
+                    base=message.base,
+                    steps=message.steps,
+                    tokens=message.tokens,
+                    nothing=message.nothing,
+                )
+            case msg.Taken():
+                return ev.TookModel(now_ns=now, life=life)
+            case msg.ProbeAnswer():
+                return ev.ProbeAnswered(now_ns=now, life=life, nonce=message.nonce)
+            case msg.CloseRequest():
+                return ev.CloseAsked(now_ns=now, life=life, fragments=message.fragments)
+            case msg.Goodbye():
+                return ev.Left(now_ns=now, life=life)
+            case _:
+                self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
+                return ev.Heard(now_ns=now, life=life)
+
+    def _hello(self, route: bytes, hello: msg.Hello, now: int) -> None:
+        life = Life(hello.name, hello.incarnation)
+        problem = policy.judge_hello(hello.protocol, msg.PROTOCOL, hello.run, self.config.run)
+        if problem is None:
+            text = self._layout_problem(hello)
+            problem = ("layout", text) if text else None
+        old = self._routes.get(life)
+        if old is not None and old != route:
+            self._lives.pop(old, None)
+        self._routes[life], self._lives[route] = route, life
+        self._model_config = self._model_config or hello.model_config
+        self._step(
+            ev.Knocked(
+                now_ns=now,
+                life=life,
+                fragments=len(self._model.layout.fragments) if self._model else 0,
+                epoch=hello.epoch,
+                versions=hello.versions,
+                data_seed=hello.data_seed,
+                problem=problem,
+            )
+        )
+
+    def _layout_problem(self, hello: msg.Hello) -> str:
+        """What differs between this learner's model and the run's; the first model makes the layout."""
+        specs = tuple(
+            TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors
+        )
+        if self.config.parameters.buffers == "local":
+            specs = tuple(spec for spec in specs if spec.kind != BUFFER)
+        if self._model is not None:
+            return "; ".join(differences(self._specs, specs))
+        try:
+            check_specs(specs)
+            layout = build_layout(specs, self.config.parameters.fragments)
+            model = GlobalModel(layout, self.config.parameters)
+            if self._init is not None:
+                model.load(self._init)
+                if problem := model.complete_seed():
+                    raise LayoutError(f"the model given with --init is unusable: {problem}.")
+        except LayoutError as error:
+            return str(error)
+        self._model, self._specs = model, specs
+        self._init = None
+        self._bulk.use_model(model)
+        if len(layout.fragments) < self.config.parameters.fragments:
+            log.info(
+                "%d fragments instead of %d: the model has no more tensors than that",
+                len(layout.fragments),
+                self.config.parameters.fragments,
+            )
+        return ""
+
+    # ---- what comes in from the bulk and merge threads (Reports) ----
+
+    def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None:
+        """Bulk thread: measure it in the merge thread, then let the core judge."""
+
+        def job() -> None:
+            model = self._the_model()
+            size = model.measure(fragment, slot[: model.layout.fragments[fragment].elements])
+            self._slots[(life, round_)] = (slot, size)
+            self._post(
+                ev.Received(
+                    now_ns=time.monotonic_ns(),
+                    life=life,
+                    round=round_,
+                    fragment=fragment,
+                    norm=size.total if size.finite else 0.0,
+                    finite=size.finite,
+                )
+            )
+
+        self._merger.submit(job)
+
+    def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None:
+        """Bulk thread: the bytes of a push or seed were wrong."""
+        now = time.monotonic_ns()
+        self._post(
+            ev.TransferFailed(now_ns=now, life=life, round=round_, fragment=fragment, reason=reason)
+        )
+
+    def seed_arrived(self, life: Life) -> None:
+        """Bulk thread: theta is filled."""
+
+        def job() -> None:
+            problem = self._the_model().complete_seed()
+            now = time.monotonic_ns()
+            if problem is None:
+                self._post(ev.SeedReceived(now_ns=now, life=life))
+            else:
+                self._post(ev.SeedFailed(now_ns=now, life=life, reason=problem))
+
+        self._merger.submit(job)
+
+    def strange_bytes(self, reason: str) -> None:
+        """Bulk thread: a peer broke the protocol."""
+        self._strange[reason] += 1
+
+    def broken(self, error: BaseException) -> None:
+        """Any thread: our own bug; the daemon must not go on."""
+        self._post(error)
+
+    def _the_model(self) -> GlobalModel:
+        assert self._model is not None, "no learner was admitted yet"
+        return self._model
+
+    # ---- carrying out ----
+
+    def _carriers_by_action(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            act.Admit: self._admit,
+            act.Refuse: self._refuse,
+            act.AskHello: lambda a: self._send(a.life, msg.HelloRequired(epoch=self._core.epoch)),
+            act.Probe: lambda a: self._send(a.life, msg.Probe(nonce=a.nonce)),
+            act.Dismiss: self._dismiss,
+            act.RequestSeed: self._request_seed,
+            act.Pull: self._pull,
+            act.Receive: self._receive,
+            act.Discard: self._discard,
+            act.Fold: self._fold,
+            act.Merge: self._merge,
+            act.Drop: self._drop,
+            act.Commit: self._commit,
+            act.Announce: self._announce,
+            act.TellFate: self._tell_fate,
+            act.CompleteRun: lambda a: self._tell_all(a.lives, msg.RunComplete(reason=a.reason)),
+            act.Caution: self._caution,
+            act.Note: lambda a: log.info("%s", a.text),
+            act.Stop: self._stop,
+        }
+
+    def _send(self, life: Life, message: msg.Message) -> None:
+        route = self._routes.get(life)
+        if route is None or self._door.send(route, encode(message)) is Sent.OK:
+            return
+        # Unroutable, or it has not read hundreds of messages: as good as gone.
+        self._lives.pop(route, None)
+        self._routes.pop(life, None)
+        self._pending.append(ev.Vanished(now_ns=time.monotonic_ns(), life=life))
+
+    def _tell_all(self, lives: tuple[Life, ...], message: msg.Message) -> None:
+        for life in lives:
+            self._send(life, message)
+
+    def _admit(self, action: act.Admit) -> None:
+        model = self._the_model()
+        token = secrets.token_bytes(16)
+        self._bulk.forget(action.life)  # a life that comes back begins its transfers anew
+        self._bulk.expect(token, action.life)
+        parameters = parameters_to(self.config.parameters)
+        parameters.pop("outer_options")  # may hold lists; learners take no outer steps
+        welcome = msg.Welcome(
+            protocol=msg.PROTOCOL,
+            run=self.config.run,
+            epoch=self._core.epoch,
+            index=action.index,
+            count=action.count,
+            clock=action.clock,
+            keep=action.keep,
+            fragments=len(model.layout.fragments),
+            fingerprint=model.layout.fingerprint,
+            parameters=parameters,
+            bulk_port=self._bulk_port,
+            token=token,
+        )
+        log.info("learner %s joins as %d of %d", action.life, action.index, action.count)
+        self._send(action.life, welcome)
+
+    def _refuse(self, action: act.Refuse) -> None:
+        log.warning("learner %s is turned away (%s): %s", action.life, action.code, action.text)
+        self._send(action.life, msg.Refuse(code=action.code, text=action.text))
+        self._hang_up(action.life)
+
+    def _dismiss(self, action: act.Dismiss) -> None:
+        log.info("learner %s is gone: %s", action.life, action.reason)
+        if action.tell:
+            self._send(action.life, msg.Fence(reason=action.reason))
+        self._hang_up(action.life)
+        self._bulk.forget(action.life)
+
+    def _hang_up(self, life: Life) -> None:
+        route = self._routes.pop(life, None)
+        if route is not None:
+            self._lives.pop(route, None)
+
+    def _request_seed(self, action: act.RequestSeed) -> None:
+        self._send(action.life, msg.SeedRequest())
+        self._bulk.receive_seed(action.life)
+
+    def _pull(self, action: act.Pull) -> None:
+        log.debug("round %d pulls fragment %d: %s", action.round, action.fragment, action.reason)
+        if action.closing:
+            self._closing_rounds.add(action.round)
+        pull = msg.Pull(
+            round=action.round,
+            fragment=action.fragment,
+            version=action.version,
+            closing=action.closing,
+        )
+        self._tell_all(action.lives, pull)
+
+    def _receive(self, action: act.Receive) -> None:
+        exact = action.round in self._closing_rounds
+        name = "fp32" if exact else self.config.parameters.codec
+        self._bulk.receive(action.life, action.round, action.fragment, name)
+
+    def _discard(self, action: act.Discard) -> None:
+        key = (action.life, action.round)
+        self._bulk.discard(*key)
+        self._merger.submit(lambda: self._free(key))
+
+    def _free(self, key: tuple[Life, int]) -> None:
+        """Merge thread: the bytes of a push are not needed any more."""
+        slot, _ = self._slots.pop(key, (None, None))
+        if slot is not None:
+            self._bulk.release(slot)
+
+    def _fold(self, action: act.Fold) -> None:
+        model, key = self._the_model(), (action.life, action.round)
+        closing = action.round in self._closing_rounds
+
+        def job() -> None:
+            slot, size = self._slots[key]
+            delta = slot[: model.layout.fragments[action.fragment].elements]
+            model.fold(
+                action.round,
+                action.fragment,
+                delta,
+                size,
+                tokens=action.tokens,
+                steps=action.steps,
+                closing=closing,
+            )
+            self._free(key)
+
+        self._merger.submit(job)
+
+    def _merge(self, action: act.Merge) -> None:
+        model = self._the_model()
+        version = self._core.rounds.versions[action.fragment] + 1
+
+        def job() -> None:
+            ok = model.merge(action.round, action.fragment, version, closing=action.closing)
+            self._post(ev.MergeDone(now_ns=time.monotonic_ns(), round=action.round, ok=ok))
+
+        log.debug("round %d merges fragment %d: %s", action.round, action.fragment, action.reason)
+        self._closing_rounds.discard(action.round)
+        self._merger.submit(job)
+
+    def _drop(self, action: act.Drop) -> None:
+        model = self._the_model()
+        self._closing_rounds.discard(action.round)
+
+        def job() -> None:
+            model.drop(action.round)
+            for key in [key for key in self._slots if key[1] == action.round]:
+                self._free(key)
+
+        self._merger.submit(job)
+
+    def _commit(self, action: act.Commit) -> None:
+        # There is no store yet: a version lives as long as this process.
+        self._pending.append(ev.CommitDone(now_ns=time.monotonic_ns(), round=action.round))
+
+    def _announce(self, action: act.Announce) -> None:
+        copy = self._the_model().wire_copy(action.fragment)
+        assert copy is not None
+        announce = msg.Announce(
+            fragment=action.fragment, version=action.version, clock=action.clock, codec=copy.codec
+        )
+        self._tell_all(action.lives, announce)
+
+    def _tell_fate(self, action: act.TellFate) -> None:
+        fate = msg.Fate(
+            round=action.round,
+            fragment=action.fragment,
+            fate=action.fate.value,
+            reason=action.reason,
+        )
+        self._send(action.life, fate)
+
+    def _caution(self, action: act.Caution) -> None:
+        log.warning("learner %s: %s", action.life, action.text)
+        self._send(action.life, msg.Warn(text=action.text))
+
+    def _stop(self, action: act.Stop) -> None:
+        log.info("stopping: %s", action.reason)
+        self._tell_all(action.lives, msg.GoingAway(reason=action.reason))
+        self._stopped = True
+
+    # ---- looking in ----
+
+    def status(self) -> dict[str, Any]:
+        """The status body: what `diloco status --json` prints."""
+        body = self._core.status(time.monotonic_ns())
+        body |= {
+            "run": self.config.run,
+            "protocol": msg.PROTOCOL,
+            "version": __version__,
+            "parameters": parameters_to(self.config.parameters),
+            "bulk_port": self._bulk_port,
+            "strange_messages": dict(sorted(self._strange.items())),
+        }
+        if self._model is not None:
+            for entry, fragment in zip(
+                body["fragments"], self._model.layout.fragments, strict=False
+            ):
+                entry["elements"] = fragment.elements
+        body["problems"] = policy.diagnose(body)
+        return body

@@ -29,7 +29,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit(Action):
-    """Let a learner in."""
+    """Let a learner in. For a life that is in already: it comes back over a new connection, and all
+    transfers of the old one are void.
+    """
 
     life: Life
     index: int
@@ -65,7 +67,7 @@ class Probe(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss(Action):
-    """Forget a life: its connection, transfers and buffers. `tell` says whether it should hear why."""
+    """Forget a life: its connection, transfers and buffers; `tell`: it should hear why."""
 
     life: Life
     reason: str
@@ -206,7 +208,7 @@ class Stop(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply(Action):
-    """Write an arrived version into the live parameters: `local <- alpha*local + (1-alpha)*global`."""
+    """Write an arrived version into the parameters: `local <- alpha*local + (1-alpha)*global`."""
 
     fragment: int
     version: int
@@ -222,7 +224,7 @@ class Snapshot(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureBase(Action):
-    """The local model as it is now becomes the base of every fragment (this learner seeds the run)."""
+    """The local model as it is now becomes the base of every fragment (this life seeds the run)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +251,11 @@ class Unstage(Action):
     """The staged snapshot of a fragment will not be pulled any more."""
 
     fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forfeit(Action):
+    """The syncer is lost: free the staging buffers of all pushes on offer (PushSent for each)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,10 +324,10 @@ class Leave(Action):
 
 
 SyncerAction: TypeAlias = (
-    Admit | Refuse | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive | Discard | Fold | Merge
-    | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note | Stop
+    Admit | Refuse | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive | Discard | Fold
+    | Merge | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note | Stop
 )  # fmt: skip
 LearnerAction: TypeAlias = (
-    Apply | Snapshot | CaptureBase | Restore | Offer | Unstage | Fetch | Release | ServeSeed | SayHello | Reconnect
-    | Beat | Report | SayTaken | AskClose | Leave | Note
+    Apply | Snapshot | CaptureBase | Restore | Offer | Unstage | Forfeit | Fetch | Release
+    | ServeSeed | SayHello | Reconnect | Beat | Report | SayTaken | AskClose | Leave | Note
 )  # fmt: skip

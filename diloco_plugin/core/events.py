@@ -1,4 +1,4 @@
-"""What can happen. Time comes in with every event (`now_ns`, monotonic nanoseconds); nothing else does.
+"""What can happen. Time comes in with every event (`now_ns`, monotonic nanoseconds), only so.
 
 A life is one incarnation of a learner: the same name may live several times, one after the other.
 """
@@ -38,7 +38,7 @@ class FromLife(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knocked(FromLife):
-    """A learner wants in. The shell has compared run, protocol and layout: `problem` is (code, text)."""
+    """A learner wants in. The shell compared run, protocol, layout: `problem` is (code, text)."""
 
     fragments: int
     epoch: int = 0
@@ -81,7 +81,7 @@ class Offered(FromLife):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(FromLife):
-    """All bytes of a push are here; `norm` is its L2 norm, `finite` whether every element is."""
+    """All bytes of a push are here: `norm` is its L2 norm, `finite` whether every element is."""
 
     round: int
     fragment: int
@@ -91,7 +91,7 @@ class Received(FromLife):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFailed(FromLife):
-    """The bytes of a push were wrong."""
+    """The bytes of a push were wrong, are not to be had, or do not come for a whole lease."""
 
     round: int
     fragment: int
@@ -218,7 +218,7 @@ class Arrived(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchFailed(Event):
-    """The announced version cannot be had any more; a newer one will be announced."""
+    """The announced version cannot be had any more; a newer one is or will be announced."""
 
     fragment: int
     version: int
@@ -233,7 +233,7 @@ class Rebased(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSent(Event):
-    """The staging buffer of a push is free again."""
+    """The staging buffer of a push is free again (once for each Offer that offered something)."""
 
     fragment: int
 
@@ -280,11 +280,12 @@ class FinishAsked(Event):
 
 
 SyncerEvent: TypeAlias = (
-    Knocked | Heard | Progressed | ProbeAnswered | Offered | Received | TransferFailed | SeedReceived
-    | SeedFailed | TookModel | CloseAsked | Left | Vanished | MergeDone | CommitDone | StopAsked | Ticked
+    Knocked | Heard | Progressed | ProbeAnswered | Offered | Received | TransferFailed
+    | SeedReceived | SeedFailed | TookModel | CloseAsked | Left | Vanished | MergeDone
+    | CommitDone | StopAsked | Ticked
 )  # fmt: skip
 LearnerEvent: TypeAlias = (
-    Stepped | Paused | Welcomed | TurnedAway | SeedAsked | Pulled | Announced | Arrived | FetchFailed
-    | Rebased | PushSent | FateTold | SyncerHeard | Connected | Lost | Strange | RunCompleted
-    | FinishAsked | Ticked
+    Stepped | Paused | Welcomed | TurnedAway | SeedAsked | Pulled | Announced | Arrived
+    | FetchFailed | Rebased | PushSent | FateTold | SyncerHeard | Connected | Lost | Strange
+    | RunCompleted | FinishAsked | Ticked
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a learner stands with its syncer: calling, heartbeats, silence, back-off. It knows no fragments."""
+"""How a learner stands with its syncer: calling, heartbeats, silence, back-off. No fragments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from . import policy
 from .parameters import SECOND_NS
 
 #: How long a Hello may stay without an answer before it is sent again (also grows by back-off).
-HELLO_ANSWER_NS: Final = 2 * SECOND_NS
+#: Longer than a probe: who claims the name of a dead learner is in before it asks a second time.
+HELLO_ANSWER_NS: Final = 2 * policy.PROBE_NS + SECOND_NS
 #: Refusals that asking again cannot change.
 FINAL_REFUSALS: Final = frozenset({"protocol", "run", "layout", "ended", "full"})
 
@@ -44,7 +45,7 @@ class Link:
         self.gone_away = False
         self._incarnation = incarnation
         self._lease_ns = 15 * SECOND_NS
-        self._heard_ns = self._beat_ns = self._call_ns = now_ns
+        self._heard_ns = self._beat_ns = self._call_ns = self._ticked_ns = now_ns
         self._calls = 0
 
     @property
@@ -76,9 +77,10 @@ class Link:
         self._call_later(now_ns)
 
     def lose(self, now_ns: int, *, deliberate: bool) -> None:
-        """Nobody answers any more."""
-        self.standing, self.gone_away = Standing.ALONE, deliberate
-        self._call_later(now_ns)
+        """Nobody answers any more. Losing a lost syncer once more does not delay the call."""
+        if self.standing is not Standing.ALONE:
+            self._call_later(now_ns)
+        self.standing, self.gone_away = Standing.ALONE, deliberate or self.gone_away
 
     def call_soon(self, now_ns: int) -> None:
         """Something listens there: call, but a fleet must not stampede a restarted syncer."""
@@ -87,6 +89,10 @@ class Link:
 
     def tick(self, now_ns: int) -> Duty:
         """What is to be done now?"""
+        if now_ns - self._ticked_ns > self._lease_ns // 2:
+            # we were asleep ourselves: what the syncer said meanwhile is still to be read
+            self._heard_ns = max(self._heard_ns, now_ns - self._lease_ns // 2)
+        self._ticked_ns = now_ns
         if self.over:
             return Duty.NOTHING
         if self.connected:

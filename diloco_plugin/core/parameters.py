@@ -1,8 +1,9 @@
 """The parameters of a run: one frozen record, owned by the syncer, told to learners at the door.
 
-Defaults are those of the paper's run where it publishes them (section 4 of arXiv 2604.21428); it does not
-publish its outer optimizer. SGD with lr 0.7 and Nesterov momentum 0.5 is what a small real language
-model asked for: with the lineage's 0.9 the merged model was no better than one process after 62 rounds.
+Defaults are those of the paper's run where it publishes them (arXiv 2604.21428, section 4); it does
+not publish its outer optimizer. SGD with lr 0.7 and Nesterov momentum 0.5 is what a small real
+language model asked for: with the lineage's 0.9 the merged model was no better than one process
+after 62 rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SECOND_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Everything that syncer and learners must agree on. Field metadata ``help`` is the CLI's help."""
+    """Everything that syncer and learners must agree on. The metadata ``help`` is the CLI's."""
 
     sync_every: int = field(
         default=24, metadata={"help": "H: steps between two syncs of the same fragment"}
@@ -90,27 +91,28 @@ class Parameters:
         """One sentence that says which value is wrong and how to fix it, or None."""
         for name, low in (("sync_every", 1), ("fragments", 1), ("overlap", 0), ("quorum", 1),
                           ("max_staleness", 0), ("learners", 0)):  # fmt: skip
-            value = getattr(self, name)
-            if value < low:
-                return f"{name}={value} is too small: use at least {low}."
+            count = getattr(self, name)
+            if count < low:
+                return f"{name}={count} is too small: use at least {low}."
         if self.fragments > self.sync_every:
             return (
-                f"fragments={self.fragments} is more than sync_every={self.sync_every}, so some fragments would"
-                f" share a step: use fragments={self.sync_every} or fewer, or raise sync_every."
+                f"fragments={self.fragments} is more than sync_every={self.sync_every}, so some"
+                f" fragments would share a step: use fragments={self.sync_every} or fewer, or raise"
+                " sync_every."
             )
         if self.overlap >= self.sync_every and self.overlap > 0:
             return (
-                f"overlap={self.overlap} does not fit into sync_every={self.sync_every}: a fragment must land"
-                f" before it is due again, so use overlap={self.sync_every - 1} or less."
+                f"overlap={self.overlap} does not fit into sync_every={self.sync_every}: a fragment"
+                f" must land before it is due again, so use overlap={self.sync_every - 1} or less."
             )
         for name, low, high in (
             ("grace", 0.0, 1.0),
             ("alpha", 0.0, 1.0),
             ("outer_momentum", 0.0, 1.0),
         ):
-            value = getattr(self, name)
-            if not low <= value <= high or (value == 1.0 and name != "grace"):
-                return f"{name}={value} is out of range: use a value from {low} to below {high}."
+            share = getattr(self, name)
+            if not low <= share <= high or (share == 1.0 and name != "grace"):
+                return f"{name}={share} is out of range: use a value from {low} to below {high}."
         for name in ("outer_lr", "norm_guard", "lease", "close_timeout"):
             value = getattr(self, name)
             if not 0.0 < value < float("inf"):
@@ -120,11 +122,11 @@ class Parameters:
             ("codec", ("fp32", "bf16")),
             ("buffers", ("merge", "local")),
         ):
-            value = getattr(self, name)
-            if value not in choices:
-                return f"{name}={value!r} is unknown: use one of {', '.join(choices)}."
+            choice = getattr(self, name)
+            if choice not in choices:
+                return f"{name}={choice!r} is unknown: use one of {', '.join(choices)}."
         if self.lockstep and self.learners < 1:
-            return "lockstep needs to know how many learners there are: set learners (e.g. --learners 2)."
+            return "lockstep needs to know how many learners there are: set --learners (e.g. 2)."
         return None
 
     @property
@@ -133,8 +135,8 @@ class Parameters:
         return int(self.lease * SECOND_NS)
 
 
-#: Named starting points; every key can still be overridden. `diloco` and `streaming` take the values of
-#: their papers (arXiv 2311.08105, 2501.18512), momentum 0.9 included.
+#: Named starting points; every key can still be overridden. `diloco` and `streaming` take the
+#: values of their papers (arXiv 2311.08105, 2501.18512), momentum 0.9 included.
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "decoupled": {},
     "finetune": {"outer_lr": 1.0, "outer_momentum": 0.0, "outer_nesterov": False},

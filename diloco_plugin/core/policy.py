@@ -55,7 +55,7 @@ def due_between(after: int, upto: int, parameters: Parameters, fragments: int) -
 
 
 def effective_quorum(quorum: int, able: int) -> int:
-    """K_eff: a dead or idle learner must not block a round (`able` counts those who can still push)."""
+    """K_eff: dead and idle learners block no round (`able` counts those who can still push)."""
     return max(1, min(quorum, able))
 
 
@@ -70,8 +70,9 @@ def advance_clock(now: int, clocks: Sequence[int], quorum: int) -> int:
 def fleet_step_ns(steps_ns: Iterable[int]) -> int:
     """The step time that the grace window counts in: the upper median of the learners' step times.
 
-    Half of the fleet at least can hide the window behind its own steps. One very slow learner among two would
-    stretch every window to its own pace, so the value is capped at STEP_CAP steps of the fastest.
+    Half of the fleet at least can hide the window behind its own steps. One very slow learner among
+    two would stretch every window to its own pace, so the value is capped at STEP_CAP steps of the
+    fastest.
     """
     known = sorted(step for step in steps_ns if step > 0)
     if not known:
@@ -117,8 +118,9 @@ def judge_norm(
 ) -> Decision:
     """Is a push's norm within `limit` times the usual one of its fragment?
 
-    `history` holds (norm, norm per step) of merged rounds. A push is refused only when both are beyond the limit:
-    a partial window is small in the first measure and large in the second, an explosion is large in both.
+    `history` holds (norm, norm per step) of merged rounds. A push is refused only when both are
+    beyond the limit: a partial window is small in the first measure and large in the second, an
+    explosion is large in both.
     """
     if norm == 0.0 or len(history) < NORM_HISTORY_MIN:
         return Decision(True, "usual norm unknown")
@@ -129,13 +131,32 @@ def judge_norm(
     return Decision(True, "usual norm")
 
 
+def judge_hello(protocol: int, our_protocol: int, run: str, our_run: str) -> tuple[str, str] | None:
+    """The refusal (code, text) of a learner that speaks otherwise or wants another run, or None.
+
+    A learner that names no run takes the one it finds.
+    """
+    if protocol != our_protocol:
+        older = "the learner's" if protocol < our_protocol else "the syncer's"
+        return "protocol", (
+            f"this learner speaks protocol {protocol}, the syncer {our_protocol}:"
+            f" upgrade {older} diloco-plugin."
+        )
+    if run and run != our_run:
+        return "run", (
+            f"this syncer serves run {our_run!r}, not {run!r}: use the address of that run's"
+            " syncer, or leave the run's name away."
+        )
+    return None
+
+
 def median(values: Sequence[float]) -> float:
     """Upper median."""
     return sorted(values)[len(values) // 2]
 
 
 def backoff_ns(attempt: int, jitter: float) -> int:
-    """How long to wait before asking again: doubles from 0.5 s to 10 s, times 0.5 to 1 (`jitter` in 0..1)."""
+    """How long to wait before asking again: 0.5 s to 10 s, times 0.5 to 1 (`jitter` in 0..1)."""
     wait = min(BACKOFF_MAX_NS, BACKOFF_MIN_NS << min(attempt, 16))
     return int(wait * (0.5 + 0.5 * jitter))
 
@@ -162,8 +183,8 @@ def diagnose(status: dict[str, Any]) -> list[str]:
     joined = rounds["joined_mean"]
     if len(live) > 1 and rounds["merged"] >= 10 and joined < 0.6 * len(live):
         problems.append(
-            f"{joined:.1f} of {len(live)} learners join a round: raise --quorum (now {parameters['quorum']})"
-            f" or --overlap (now {parameters['overlap']})."
+            f"{joined:.1f} of {len(live)} learners join a round: raise --quorum"
+            f" (now {parameters['quorum']}) or --overlap (now {parameters['overlap']})."
         )
     quiet = [learner["name"] for learner in learners if learner["state"] == "quiet"]
     if quiet:

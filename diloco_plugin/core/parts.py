@@ -1,0 +1,50 @@
+"""What a learner knows about one fragment: its counters, its base, and what is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Part:
+    """One fragment at a learner."""
+
+    steps: int = 0
+    tokens: int = 0
+    #: version of the base, -1: none from this syncer's life
+    base: int = -1
+    #: newest version that was announced, and the clock of its round
+    announced: int = -1
+    clock: int = 0
+    #: version that is being fetched, or has arrived and waits for the next boundary
+    fetching: int | None = None
+    arrived: int | None = None
+    #: round that asked and has no answer yet
+    pull: int | None = None
+    #: that round is a closing one: the push travels in fp32
+    exact: bool = False
+    #: round that got a push from the current base; the same progress is not given twice
+    given: int | None = None
+    #: pushes whose staging buffer is still in use. They are differenced against the base while they
+    #: travel, so the base must not change under them
+    sending: int = 0
+    #: lockstep: the step of the due point whose snapshot is staged or whose result is awaited
+    due: int | None = None
+    #: the staged snapshot's (steps, tokens); None: nothing is staged
+    staged: tuple[int, int] | None = None
+    close_asked: bool = False
+
+    @property
+    def unstaged(self) -> bool:
+        """Lockstep: is this fragment due, and its snapshot not taken yet?"""
+        return self.due is not None and self.staged is None and self.given is None
+
+    @property
+    def in_hand(self) -> bool:
+        """Does the learner hold the newest version that it knows of, and nothing beyond it?"""
+        return self.steps == 0 and self.announced <= self.base and self.arrived is None
+
+    def let_go(self) -> None:
+        """What was between this learner and its syncer is void."""
+        self.pull = self.given = self.due = None
+        self.close_asked = False

@@ -13,6 +13,7 @@ import os
 import socket as stdlib_socket
 import stat
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -61,6 +62,7 @@ class Door:
     def __init__(self, context: Context, address: Address | str, role: Role) -> None:
         asked = Address.parse(address) if isinstance(address, str) else address
         require_loopback(asked)
+        self.address = asked
         #: Messages thrown away because they had more frames than any message has.
         self.dropped = 0
         self.pending = False
@@ -74,7 +76,6 @@ class Door:
             raise _bind_error(asked, error) from None
         if asked.scheme == "ipc":
             os.chmod(str(asked).removeprefix("ipc://"), 0o600)
-            self.address = asked
         else:
             endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(endpoint, bytes)
@@ -124,6 +125,10 @@ class Door:
     def close(self) -> None:
         """Closes it and drops what is queued. Again is harmless."""
         self.socket.close(linger=0)
+
+    def __del__(self) -> None:
+        if getattr(self, "socket", None) is not None:
+            _close_forgotten(self, self.socket.closed)
 
 
 class Line:
@@ -234,6 +239,10 @@ class Line:
         self._events = []
         self._connected = False
 
+    def __del__(self) -> None:
+        if getattr(self, "_monitor", None) is not None:
+            _close_forgotten(self, self._socket.closed and self._monitor.closed)
+
     def _drain_monitor(self) -> None:
         while not self._monitor.closed:
             try:
@@ -337,6 +346,18 @@ def _send(socket: zmq.Socket[bytes], payloads: Sequence[Payload]) -> None:
             lost = again
     if lost is not None:
         raise lost
+
+
+def _close_forgotten(thing: Door | Line, closed: bool) -> None:
+    # pyzmq warns first; where warnings are errors its socket stays open, and the end of the context
+    # then waits for it forever.
+    if not closed:
+        thing.close()
+        warnings.warn(
+            f"{type(thing).__name__} at {thing.address} was never closed: call close().",
+            ResourceWarning,
+            stacklevel=3,
+        )
 
 
 def _bind_error(address: Address, error: zmq.ZMQError) -> Exception:

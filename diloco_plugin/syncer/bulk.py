@@ -48,6 +48,7 @@ class Reports(Protocol):
     def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None: ...
     def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None: ...
     def seed_arrived(self, life: Life) -> None: ...
+    def seed_failed(self, life: Life, reason: str) -> None: ...
     def strange_bytes(self, reason: str) -> None: ...
     def broken(self, error: BaseException) -> None: ...
 
@@ -335,8 +336,9 @@ class Bulk:
     def _fail(self, transfer: Incoming, reason: str) -> None:
         if transfer.kind == "seed":
             self._seed = None
-        else:
-            self._discard((transfer.life, transfer.key))
+            self._reports.seed_failed(transfer.life, reason)
+            return
+        self._discard((transfer.life, transfer.key))
         self._reports.push_failed(transfer.life, transfer.key, transfer.fragment, reason)
 
     def _discard(self, key: PushKey) -> None:

@@ -332,7 +332,7 @@ class Syncer:
         self._merger.submit(job)
 
     def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None:
-        """Bulk thread: the bytes of a push or seed were wrong."""
+        """Bulk thread: the bytes of a push were wrong, or did not come."""
         now = time.monotonic_ns()
         self._post(
             ev.TransferFailed(now_ns=now, life=life, round=round_, fragment=fragment, reason=reason)
@@ -347,9 +347,13 @@ class Syncer:
             if problem is None:
                 self._post(ev.SeedReceived(now_ns=now, life=life))
             else:
-                self._post(ev.SeedFailed(now_ns=now, life=life, reason=problem))
+                self.seed_failed(life, problem)
 
         self._merger.submit(job)
+
+    def seed_failed(self, life: Life, reason: str) -> None:
+        """Any thread: a learner's model cannot become the global one."""
+        self._post(ev.SeedFailed(now_ns=time.monotonic_ns(), life=life, reason=reason))
 
     def strange_bytes(self, reason: str) -> None:
         """Bulk thread: a peer broke the protocol."""

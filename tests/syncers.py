@@ -1,0 +1,42 @@
+"""A real syncer for tests: own sockets on free ports, own thread, stopped and joined at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diloco_plugin.config import SyncerConfig, parameters_from
+from diloco_plugin.syncer import Syncer
+
+
+@contextmanager
+def running_syncer(
+    *,
+    preset: str | None = None,
+    bind: str = "tcp://127.0.0.1:*",
+    config: Any = None,
+    **parameters: Any,
+) -> Iterator[Syncer]:
+    """A syncer that serves until the block ends. `config` holds keyword arguments of SyncerConfig."""
+    values = parameters_from(parameters, preset=preset, source="the test")
+    syncer = Syncer(SyncerConfig(bind=bind, parameters=values, **(config or {})))
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            syncer.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="syncer")
+    thread.start()
+    try:
+        yield syncer
+    finally:
+        syncer.stop("the test is over")
+        thread.join(30)
+    assert not thread.is_alive(), "the syncer did not stop"
+    if failures:
+        raise failures[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import time
 from typing import Protocol, TypeAlias
 
 import zmq
@@ -86,7 +87,14 @@ class Poll:
         """
         if any(thing.pending for thing in self._things):
             return
-        timeout = -1 if timeout_seconds is None else math.ceil(max(0.0, timeout_seconds) * 1000)
         # Looked up every time: a Line that reopened has new sockets.
         sources = [(source, zmq.POLLIN) for thing in self._things for source in thing.sockets]
-        zmq.zmq_poll(sources, min(timeout, 2**31 - 1))
+        if timeout_seconds is None:
+            if not sources:
+                raise ValueError("Nothing is open that could ever be read: this would never end.")
+            zmq.zmq_poll(sources, -1)
+        elif sources:
+            milliseconds = math.ceil(max(0.0, timeout_seconds) * 1000)
+            zmq.zmq_poll(sources, min(milliseconds, 2**31 - 1))
+        else:
+            time.sleep(max(0.0, timeout_seconds))

@@ -107,11 +107,7 @@ class Door:
         return messages
 
     def send(self, peer: bytes, *frames: Payload) -> Sent:
-        """Queues one message for a peer, all of it or nothing.
-
-        A frame of 64 KiB or more is not copied: its buffer is lent to libzmq until the peer has it,
-        and must not be written before the peer answers or is gone.
-        """
+        """Queues one message for a peer, all of it or nothing. The buffers are free on return."""
         try:
             _send(self.socket, (peer, *frames))
         except zmq.Again:
@@ -133,6 +129,9 @@ class Door:
 
 class Line:
     """One connected DEALER that reconnects by itself, and tells when it does.
+
+    Except after the other side broke the protocol (too large a message, no ZeroMQ at all): libzmq
+    then gives up and does not say so. An owner that has heard nothing for too long must `reopen`.
 
     Raises:
         ConfigError: not loopback, or not an address to connect to.
@@ -212,8 +211,8 @@ class Line:
     def send(self, *frames: Payload) -> bool:
         """Queues one message, all of it or nothing. False: not connected, or the queue is full.
 
-        True does not mean delivered: what is queued is lost with the connection. Buffers of 64 KiB
-        or more are lent as in `Door.send`.
+        True does not mean delivered: what is queued is lost with the connection. The buffers are
+        free on return.
         """
         try:
             _send(self._socket, frames)
@@ -326,8 +325,12 @@ def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[zmq.Frame] | No
 
 def _send(socket: zmq.Socket[bytes], payloads: Sequence[Payload]) -> None:
     """Sends all frames or raises zmq.Again; the socket is at a message boundary either way."""
-    # Made first: a bad buffer must not leave half a message behind. Copies below 64 KiB.
-    frames = [part if isinstance(part, zmq.Frame) else zmq.Frame(part) for part in payloads]
+    # Made first: a bad buffer must not leave half a message behind. Copied, although pyzmq can send
+    # without: a process that exits while libzmq holds a Python buffer crashes (pyzmq frees it
+    # through a socket of its own that is gone by then), and copying 1 MiB takes some 25 us.
+    frames = [
+        part if isinstance(part, zmq.Frame) else zmq.Frame(part, copy=True) for part in payloads
+    ]
     last = len(frames) - 1
     lost: zmq.Again | None = None
     for i, frame in enumerate(frames):

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_plugin.net.address import Address
+from diloco_plugin.net.sockets import Door, Line, Role, new_context
+from tests.waiting import until
+
+ANY = "tcp://127.0.0.1:*"
+
+
+class Net:
+    """Makes doors and lines, and closes them at the end of the test."""
+
+    def __init__(self) -> None:
+        self.context = new_context()
+        self._made: list[Door | Line] = []
+
+    def door(self, address: Address | str = ANY, role: Role = "control") -> Door:
+        door = Door(self.context, address, role)
+        self._made.append(door)
+        return door
+
+    def line(self, address: Address | str, role: Role = "control") -> Line:
+        line = Line(self.context, address, role)
+        self._made.append(line)
+        return line
+
+    def connect(self, door: Door, role: Role = "control") -> tuple[Line, bytes]:
+        """A line that the door has heard, and its routing id there."""
+        line = self.line(door.address, role)
+        until(lambda: line.send(b"hello"))
+        ((peer, _),) = until(door.receive)
+        return line, peer
+
+    def close(self) -> None:
+        for thing in self._made:
+            thing.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    net = Net()
+    yield net
+    net.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import actions as act
 from . import events as ev
-from . import policy
+from . import parts, policy
 from .link import Duty, Link, Standing
 from .pace import Pace
 from .parameters import Parameters
@@ -28,6 +28,7 @@ class LearnerCore:
         """
         self.link = Link(incarnation, now_ns)
         self.parameters: Parameters | None = None
+        self._lockstep, self._overlap = False, 0
         self.parts: list[Part] = []
         self.clock = 0
         self.steps = 0
@@ -50,6 +51,7 @@ class LearnerCore:
     def lay_out(self, parameters: Parameters, fragments: int) -> None:
         """The syncer's parameters and the number of fragments are known (before Welcomed)."""
         self.parameters = parameters
+        self._lockstep, self._overlap = parameters.lockstep, parameters.overlap
         if len(self.parts) != fragments:
             self.parts = [Part() for _ in range(fragments)]
 
@@ -87,15 +89,11 @@ class LearnerCore:
 
     def must_wait(self) -> bool:
         """Lockstep only: is a snapshot due, or the result of one, that is not there yet?"""
-        if self.parameters is None or not self.parameters.lockstep or not self.link.connected:
+        if not self._lockstep or not self.link.connected:
             return False
         if self.closing or self.complete is not None:
             return False
-        overlap = self.parameters.overlap
-        return any(
-            part.due is not None and (part.unstaged or self.clock >= part.due + overlap)
-            for part in self.parts
-        )
+        return any(part.unstaged or self._over(part) for part in self.parts)
 
     def nothing_left(self) -> bool:
         """Has the syncer taken all progress, and does this learner hold all that was announced?"""
@@ -138,12 +136,12 @@ class LearnerCore:
 
     def _may_apply(self, part: Part) -> bool:
         """Lockstep applies a result exactly `overlap` steps after its due point, not earlier."""
-        assert self.parameters is not None
         if part.sending:
             return False
-        if not self.parameters.lockstep or part.due is None or self.closing:
-            return True
-        return self.clock >= part.due + self.parameters.overlap
+        return not self._lockstep or part.due is None or self.closing or self._over(part)
+
+    def _over(self, part: Part) -> bool:
+        return part.due is not None and self.clock >= part.due + self._overlap
 
     def _apply(self, index: int, part: Part, version: int) -> None:
         assert self.parameters is not None
@@ -169,13 +167,11 @@ class LearnerCore:
 
     def _mark_due(self) -> None:
         """Lockstep: the snapshot is taken at the due step itself, before anybody asks."""
-        if self.parameters is None or not self.parameters.lockstep:
+        if not self._lockstep or self.closing or self.link.standing is not Standing.LIVE:
             return
-        if self.closing or self.link.standing is not Standing.LIVE:
-            return
-        for index in policy.due_between(
-            self.clock - 1, self.clock, self.parameters, len(self.parts)
-        ):
+        assert self.parameters is not None
+        due = policy.due_between(self.clock - 1, self.clock, self.parameters, len(self.parts))
+        for index in due:
             if self.parts[index].due is None:
                 self.parts[index].due = self.clock
 
@@ -230,9 +226,8 @@ class LearnerCore:
         self._out.append(act.Offer(round=number, fragment=index, nothing=why))
 
     def _report(self) -> None:
-        assert self.parameters is not None
         # the last clock of a learner that closes counts: the run may end with it
-        urgent = self.parameters.lockstep or self.closing
+        urgent = self._lockstep or self.closing
         if self._pace.may_report(self._now_ns, self.clock, urgent=urgent):
             self._out.append(act.Report(clock=self.clock, step_ns=self.step_ns, tokens=self.tokens))
 
@@ -402,16 +397,8 @@ class LearnerCore:
 
     def check(self) -> None:
         """Assert every invariant."""
-        staged = arriving = 0
-        for part in self.parts:
-            assert part.steps >= 0
-            assert part.tokens >= 0
-            assert part.sending >= 0, "a staging buffer was freed twice"
-            assert part.arrived is None or part.fetching is None, "fetched and arrived at once"
-            staged += (part.staged is not None) + part.sending
-            arriving += part.fetching is not None or part.arrived is not None
-        assert self._staging_free >= 0
-        assert self._arrivals_free >= 0
-        assert staged + self._staging_free == self._staging, "a staging buffer is lost"
-        # those that were applied come back with Rebased
-        assert arriving + self._arrivals_free <= self._arrivals, "an arrival buffer is lost"
+        parts.check(
+            self.parts,
+            staging=(self._staging_free, self._staging),
+            arrivals=(self._arrivals_free, self._arrivals),
+        )

@@ -9,8 +9,10 @@ from typing import Final
 
 from .events import Life
 
-#: A learner that has not stepped for so many of its own steps (and a lease) is quiet: nobody waits for it.
+#: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
 QUIET_STEPS: Final = 8
+#: Lives that are remembered after they have gone.
+LEDGERS_MAX: Final = 1024
 
 
 class Stage(str, Enum):
@@ -20,6 +22,20 @@ class Stage(str, Enum):
     SEEDING = "seeding"  # its model becomes the global one
     TAKING = "taking"  # the global model is on its way to it
     LIVE = "live"  # may contribute
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one life has given to this epoch; it outlives the lease, for the life may come back."""
+
+    #: by fragment, the newest round that it has answered with a push
+    answered: dict[int, int] = field(default_factory=dict)
+    #: by fragment, the newest base whose progress was merged: nothing must count twice
+    consumed: dict[int, int] = field(default_factory=dict)
+
+    def consume(self, fragment: int, base: int) -> None:
+        """Progress from this base was merged."""
+        self.consumed[fragment] = max(self.consumed.get(fragment, -1), base)
 
 
 @dataclass(slots=True)
@@ -42,10 +58,6 @@ class Member:
     closing: bool = False
     rounds_asked: int = 0
     rounds_joined: int = 0
-    #: by fragment, the newest round that it has answered with a push
-    answered: dict[int, int] = field(default_factory=dict)
-    #: by fragment, the newest base whose progress was merged: the same progress must not count twice
-    consumed: dict[int, int] = field(default_factory=dict)
 
     def quiet(self, now_ns: int, lease_ns: int) -> bool:
         """Connected, but not training (validation, a debugger, a stuck data loader)."""
@@ -58,9 +70,11 @@ class Members:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Member] = {}
-        #: names keep their index for as long as nobody else needs it, so a returning learner finds its data
+        #: names keep their index while nobody else needs it: a returning learner finds its data
         self._index_of: dict[str, int] = {}
         self._arrivals = 0
+        #: oldest first; beyond LEDGERS_MAX departed lives, the oldest must take the model again
+        self._ledgers: dict[Life, Ledger] = {}
 
     def __iter__(self) -> Iterator[Member]:
         return iter([self._by_name[name] for name in sorted(self._by_name)])
@@ -92,12 +106,25 @@ class Members:
             data_seed=seed,
         )
         self._by_name[life.name] = member
+        self._ledgers[life] = self._ledgers.pop(life, Ledger())
         return member
 
     def remove(self, life: Life) -> None:
         """Forget a life; its name keeps its index while no newcomer takes it."""
         member = self._by_name.pop(life.name)
         assert member.life == life
+        self._ledgers[life] = self._ledgers.pop(life)
+        departed = [known for known in self._ledgers if self.get(known) is None]
+        for forgotten in departed[: max(0, len(departed) - LEDGERS_MAX)]:
+            del self._ledgers[forgotten]
+
+    def known(self, life: Life) -> bool:
+        """Is it on record what this life has given?"""
+        return life in self._ledgers
+
+    def ledger(self, life: Life) -> Ledger:
+        """The record of a life that is or was a member."""
+        return self._ledgers.get(life, Ledger())
 
     def in_stage(self, *stages: Stage) -> list[Member]:
         """Members in any of these stages, sorted by name."""

@@ -105,14 +105,14 @@ class Parameters:
                 f"overlap={self.overlap} does not fit into sync_every={self.sync_every}: a fragment"
                 f" must land before it is due again, so use overlap={self.sync_every - 1} or less."
             )
-        for name, low, high in (
+        for name, least, most in (
             ("grace", 0.0, 1.0),
             ("alpha", 0.0, 1.0),
             ("outer_momentum", 0.0, 1.0),
         ):
             share = getattr(self, name)
-            if not low <= share <= high or (share == 1.0 and name != "grace"):
-                return f"{name}={share} is out of range: use a value from {low} to below {high}."
+            if not least <= share <= most or (share == 1.0 and name != "grace"):
+                return f"{name}={share} is out of range: use a value from {least} to below {most}."
         for name in ("outer_lr", "norm_guard", "lease", "close_timeout"):
             value = getattr(self, name)
             if not 0.0 < value < float("inf"):
@@ -128,6 +128,11 @@ class Parameters:
         if self.lockstep and self.learners < 1:
             return "lockstep needs to know how many learners there are: set --learners (e.g. 2)."
         return None
+
+    @property
+    def wanted(self) -> int:
+        """Pushes that a round wants before its grace window opens."""
+        return self.learners if self.lockstep else self.quorum
 
     @property
     def lease_ns(self) -> int:

@@ -48,3 +48,20 @@ class Part:
         """What was between this learner and its syncer is void."""
         self.pull = self.given = self.due = None
         self.close_asked = False
+
+
+def check(parts: list[Part], *, staging: tuple[int, int], arrivals: tuple[int, int]) -> None:
+    """Assert that nothing is counted below 0 and no buffer is lost; (free, all) of each kind."""
+    staged = arriving = 0
+    for part in parts:
+        assert part.steps >= 0
+        assert part.tokens >= 0
+        assert part.sending >= 0, "a staging buffer was freed twice"
+        assert part.arrived is None or part.fetching is None, "fetched and arrived at once"
+        staged += (part.staged is not None) + part.sending
+        arriving += part.fetching is not None or part.arrived is not None
+    assert min(staging) >= 0
+    assert min(arrivals) >= 0
+    assert staged + staging[0] == staging[1], "a staging buffer is lost"
+    # the buffers of what was applied come back with Rebased
+    assert arriving + arrivals[0] <= arrivals[1], "an arrival buffer is lost"

@@ -7,91 +7,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 
+from . import actions as act
 from . import policy
-from .actions import (
-    Announce,
-    Commit,
-    Discard,
-    Drop,
-    Fate,
-    Fold,
-    Merge,
-    Note,
-    Pull,
-    Receive,
-    SyncerAction,
-    TellFate,
-)
+from .actions import Fate
 from .events import Life, Offered, Received, TransferFailed
+from .flight import Ask, Phase, Push, Round
 from .members import Member, Members, Stage
+from .norms import Norms
 from .parameters import Parameters
-
-
-class Phase(str, Enum):
-    """Where a round stands."""
-
-    COLLECTING = "collecting"
-    GRACE = "grace"
-    MERGING = "merging"
-    COMMITTING = "committing"
-
-
-class Ask(str, Enum):
-    """What became of one pull."""
-
-    WAITING = "waiting"
-    SENDING = "sending"
-    IN = "in"
-    NOTHING = "nothing"
-    GONE = "gone"
-
-
-@dataclass(slots=True)
-class Push:
-    """A push that was let in; it has no fate yet."""
-
-    base: int
-    steps: int
-    tokens: int
-    norm: float = 0.0
-
-
-@dataclass(slots=True)
-class Round:
-    """One merge of one fragment, on its way."""
-
-    number: int
-    fragment: int
-    closing: bool
-    clock: int
-    opened_ns: int
-    asked: dict[Life, Ask]
-    #: finished learners for whose sake this closing round was opened; it waits for them
-    requesters: set[Life]
-    phase: Phase = Phase.COLLECTING
-    grace_until_ns: int = 0
-    closed_ns: int = 0
-    pushes: dict[Life, Push] = field(default_factory=dict)
-    refused_for_norm: int = 0
-
-    @property
-    def open(self) -> bool:
-        """May pushes still come?"""
-        return self.phase in (Phase.COLLECTING, Phase.GRACE)
-
-    def count(self, *states: Ask) -> int:
-        """How many pulls are in one of these states."""
-        return sum(state in states for state in self.asked.values())
 
 
 class Rounds:
     """All rounds of a run. Every method may emit actions; nothing else is changed from outside."""
 
     def __init__(
-        self, parameters: Parameters, members: Members, emit: Callable[[SyncerAction], None]
+        self, parameters: Parameters, members: Members, emit: Callable[[act.SyncerAction], None]
     ) -> None:
         self.parameters = parameters
         self._members = members
@@ -109,14 +40,12 @@ class Rounds:
         self.joined = 0
         self.quorum_ns = 0
         self.sync_ns = 0
-        self._norms: list[deque[tuple[float, float]]] = []
-        self._norm_refusals: list[int] = []
+        self._norms: list[Norms] = []
 
     def lay_out(self, fragments: int) -> None:
         """The run's model is known now: it has so many fragments."""
         self.versions = [0] * fragments
-        self._norms = [deque(maxlen=policy.NORM_HISTORY_MAX) for _ in range(fragments)]
-        self._norm_refusals = [0] * fragments
+        self._norms = [Norms() for _ in range(fragments)]
 
     # ---- opening ----
 
@@ -134,31 +63,30 @@ class Rounds:
 
     def launch(self, now_ns: int, clock: int) -> None:
         """Open as many due rounds as may be in flight, one per fragment."""
-        busy = {flight.fragment for flight in self.flights.values()}
         live = self._members.in_stage(Stage.LIVE)
-        if not live:
+        if not any(self._awake(member, now_ns) for member in live):
             return
-        for closing, waiting in ((True, list(self.closing_queue)), (False, list(self.queue))):
-            running = sum(flight.closing == closing for flight in self.flights.values())
-            free = policy.in_flight_max(self.parameters, closing=closing) - running
-            for fragment in [f for f in waiting if f not in busy][: max(0, free)]:
-                busy.add(fragment)
-                if closing:
-                    requesters = self.closing_queue.pop(fragment)
-                else:
-                    requesters = set()
-                    self.queue.remove(fragment)
-                self._open(now_ns, clock, fragment, live, closing, requesters)
+        lives = {member.life for member in live}
+        busy = {flight.fragment for flight in self.flights.values()}
+        asking = [f for f, requesters in self.closing_queue.items() if requesters & lives]
+        for fragment in self._admissible(asking, busy, closing=True):
+            requesters = self.closing_queue.pop(fragment)
+            self._open(now_ns, clock, fragment, live, requesters)
+        for fragment in self._admissible(list(self.queue), busy, closing=False):
+            self.queue.remove(fragment)
+            self._open(now_ns, clock, fragment, live, set())
+
+    def _admissible(self, fragments: list[int], busy: set[int], *, closing: bool) -> list[int]:
+        running = sum(flight.closing == closing for flight in self.flights.values())
+        free = max(0, self.in_flight_max(closing=closing) - running)
+        chosen = [fragment for fragment in fragments if fragment not in busy][:free]
+        busy.update(chosen)
+        return chosen
 
     def _open(
-        self,
-        now_ns: int,
-        clock: int,
-        fragment: int,
-        live: list[Member],
-        closing: bool,
-        requesters: set[Life],
+        self, now_ns: int, clock: int, fragment: int, live: list[Member], requesters: set[Life]
     ) -> None:
+        closing = bool(requesters)
         flight = Round(
             number=self.next_round,
             fragment=fragment,
@@ -173,7 +101,7 @@ class Rounds:
         for member in live:
             member.rounds_asked += 1
         self._emit(
-            Pull(
+            act.Pull(
                 lives=tuple(flight.asked),
                 round=flight.number,
                 fragment=fragment,
@@ -189,20 +117,22 @@ class Rounds:
         """An answer to a pull; remote nonsense becomes a fate."""
         flight = self.flights.get(event.round)
         if event.nothing:
-            if flight and flight.asked.get(member.life) is Ask.WAITING:
-                flight.asked[member.life] = Ask.NOTHING
+            self._nothing_comes(flight, member.life)
             return
         self.offered += 1
         fate, reason = self._judge(event, member, flight)
         if fate is not None:
-            if flight and flight.asked.get(member.life) is Ask.WAITING:
-                flight.asked[member.life] = Ask.NOTHING
+            self._nothing_comes(flight, member.life)
             self._tell(member.life, event.round, event.fragment, fate, reason)
             return
         assert flight is not None
         flight.asked[member.life] = Ask.SENDING
         flight.pushes[member.life] = Push(event.base, event.steps, event.tokens)
-        self._emit(Receive(life=member.life, round=event.round, fragment=event.fragment))
+        self._emit(act.Receive(life=member.life, round=event.round, fragment=event.fragment))
+
+    def _nothing_comes(self, flight: Round | None, life: Life) -> None:
+        if flight and flight.asked.get(life) is Ask.WAITING:
+            flight.asked[life] = Ask.NOTHING
 
     def _judge(
         self, event: Offered, member: Member, flight: Round | None
@@ -216,18 +146,19 @@ class Rounds:
             return Fate.REJECTED, "wrong fragment"
         if member.stage is not Stage.LIVE:
             return Fate.REJECTED, "unsynced"
-        if event.round <= member.answered.get(event.fragment, -1):
+        ledger = self._members.ledger(member.life)
+        if event.round <= ledger.answered.get(event.fragment, -1):
             return Fate.REJECTED, "replayed"
         state = flight.asked.get(member.life) if flight else Ask.GONE
         if state not in (Ask.WAITING, Ask.GONE):
             return Fate.REJECTED, "not asked"
-        member.answered[event.fragment] = event.round
+        ledger.answered[event.fragment] = event.round
         if flight is None or not flight.open or state is Ask.GONE:
             return Fate.LATE, "the round is over"
         verdict = policy.judge_offer(
             base=event.base,
             version=self.versions[event.fragment],
-            consumed=member.consumed.get(event.fragment, -1),
+            consumed=ledger.consumed.get(event.fragment, -1),
             steps=event.steps,
             tokens=event.tokens,
             max_staleness=self.parameters.max_staleness,
@@ -240,13 +171,13 @@ class Rounds:
         """All bytes of a push are here: guard, then fold (or keep it, in lockstep)."""
         flight = self.flights.get(event.round)
         if flight is None or flight.asked.get(event.life) is not Ask.SENDING:
-            self._emit(Discard(life=event.life, round=event.round, fragment=event.fragment))
+            self._emit(act.Discard(life=event.life, round=event.round, fragment=event.fragment))
             return
         push = flight.pushes[event.life]
         if not event.finite:
             self._refuse(flight, event.life, "not finite")
             return
-        history = list(self._norms[flight.fragment])
+        history = self._norms[flight.fragment].history
         if not policy.judge_norm(event.norm, push.steps, history, self.parameters.norm_guard).yes:
             flight.refused_for_norm += 1
             self._refuse(flight, event.life, "norm")
@@ -280,13 +211,13 @@ class Rounds:
 
     def _withdraw(self, flight: Round, life: Life, fate: Fate, reason: str) -> None:
         del flight.pushes[life]
-        self._emit(Discard(life=life, round=flight.number, fragment=flight.fragment))
+        self._emit(act.Discard(life=life, round=flight.number, fragment=flight.fragment))
         self._tell(life, flight.number, flight.fragment, fate, reason)
 
     def _fold(self, flight: Round, life: Life) -> None:
         push = flight.pushes[life]
         self._emit(
-            Fold(
+            act.Fold(
                 life=life,
                 round=flight.number,
                 fragment=flight.fragment,
@@ -308,17 +239,19 @@ class Rounds:
         if not waited_for:
             self._close(flight, now_ns, "everybody asked has answered")
             return
-        pushes = flight.count(Ask.IN)
-        wanted = self.parameters.learners if self.parameters.lockstep else self.parameters.quorum
-        quorum = policy.effective_quorum(wanted, pushes + len(waited_for))
-        if pushes < quorum or any(life in flight.requesters for life in waited_for):
-            return
         if flight.phase is Phase.COLLECTING:
+            pushes = flight.count(Ask.IN)
+            able = pushes + len(waited_for)
+            quorum = policy.effective_quorum(self.parameters.wanted, able)
+            if pushes < quorum or any(life in flight.requesters for life in waited_for):
+                return
             flight.phase = Phase.GRACE
+            flight.quorum = quorum
             self.quorum_ns = policy.moving_average(self.quorum_ns, now_ns - flight.opened_ns)
             flight.grace_until_ns = now_ns + self.grace_ns()
+        # once there, a quorum stays: a quiet learner that wakes up does not take it back
         if now_ns >= flight.grace_until_ns:
-            self._close(flight, now_ns, f"quorum of {quorum} and grace window over")
+            self._close(flight, now_ns, f"quorum of {flight.quorum} and grace window over")
 
     def grace_ns(self) -> int:
         """The grace window of a round that reaches its quorum now."""
@@ -332,6 +265,9 @@ class Rounds:
         member = self._members.get(life)
         if member is None:
             return False
+        return self._awake(member, now_ns)
+
+    def _awake(self, member: Member, now_ns: int) -> bool:
         return self.parameters.lockstep or not member.quiet(now_ns, self.parameters.lease_ns)
 
     def _close(self, flight: Round, now_ns: int, reason: str) -> None:
@@ -349,33 +285,24 @@ class Rounds:
                 self._fold(flight, life)
         flight.phase = Phase.MERGING
         self._emit(
-            Merge(
+            act.Merge(
                 round=flight.number, fragment=flight.fragment, closing=flight.closing, reason=reason
             )
         )
 
     def _mind_norms(self, flight: Round) -> None:
-        """Norms that everybody exceeds, round after round, are the new usual ones."""
-        fragment = flight.fragment
-        if flight.pushes:
-            self._norm_refusals[fragment] = 0
-        elif flight.refused_for_norm:
-            self._norm_refusals[fragment] += 1
-            if self._norm_refusals[fragment] >= policy.NORM_ROUNDS_REFUSED_MAX:
-                self._norms[fragment].clear()
-                self._norm_refusals[fragment] = 0
-                self._emit(
-                    Note(
-                        text=f"fragment {fragment}: all pushes exceed the usual norm; relearning it"
-                    )
-                )
+        if self._norms[flight.fragment].closed(
+            pushes=len(flight.pushes), refused=flight.refused_for_norm
+        ):
+            text = f"fragment {flight.fragment}: all pushes exceed the usual norm; relearning it"
+            self._emit(act.Note(text=text))
 
     def _drop(self, flight: Round, reason: str) -> None:
         for life in sorted(flight.pushes):
             self._tell(life, flight.number, flight.fragment, Fate.ABANDONED, reason)
         del self.flights[flight.number]
         self.abandoned += 1
-        self._emit(Drop(round=flight.number, fragment=flight.fragment, reason=reason))
+        self._emit(act.Drop(round=flight.number, fragment=flight.fragment, reason=reason))
 
     # ---- merged, committed ----
 
@@ -391,7 +318,7 @@ class Rounds:
             return
         flight.phase = Phase.COMMITTING
         version = self.versions[flight.fragment] + 1
-        self._emit(Commit(round=number, fragment=flight.fragment, version=version))
+        self._emit(act.Commit(round=number, fragment=flight.fragment, version=version))
 
     def commit_done(self, number: int, now_ns: int) -> None:
         """The new version is durable: only now may anybody hear of it."""
@@ -402,17 +329,14 @@ class Rounds:
         self.merged += 1
         self.joined += len(flight.pushes)
         self.sync_ns = policy.moving_average(self.sync_ns, now_ns - flight.closed_ns)
-        norms = [(push.norm, push.norm / push.steps) for push in flight.pushes.values()]
-        usual = sorted(norms)[len(norms) // 2]
-        if usual[0] > 0.0:
-            self._norms[fragment].append(usual)
+        self._norms[fragment].merged((push.norm, push.steps) for push in flight.pushes.values())
         for life in sorted(flight.pushes):
             push = flight.pushes[life]
             self._unrequest(fragment, life)
+            self._members.ledger(life).consume(fragment, push.base)
             member = self._members.get(life)
             if member is not None:
                 member.rounds_joined += 1
-                member.consumed[fragment] = max(member.consumed.get(fragment, -1), push.base)
             self._tell(life, number, fragment, Fate.MERGED, f"version {self.versions[fragment]}")
         self.announce(
             fragment, self._members.in_stage(Stage.LIVE, Stage.TAKING), flight.clock, flight.closing
@@ -422,7 +346,7 @@ class Rounds:
         """Tell these members about the current version of a fragment."""
         if members:
             self._emit(
-                Announce(
+                act.Announce(
                     lives=tuple(member.life for member in members),
                     fragment=fragment,
                     version=self.versions[fragment],
@@ -456,7 +380,18 @@ class Rounds:
         self.fates[fate] += 1
         if fate is Fate.REJECTED:
             self.rejections[reason] += 1
-        self._emit(TellFate(life=life, round=number, fragment=fragment, fate=fate, reason=reason))
+        self._emit(
+            act.TellFate(life=life, round=number, fragment=fragment, fate=fate, reason=reason)
+        )
+
+    def deadlines(self) -> list[int]:
+        """When open grace windows end."""
+        flights = self.flights.values()
+        return [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
+
+    def in_flight_max(self, *, closing: bool) -> int:
+        """How many rounds may run at once."""
+        return policy.in_flight_max(self.parameters, closing=closing)
 
     def pending(self) -> int:
         """Pushes that were let in and have no fate yet."""

@@ -1,53 +1,20 @@
 """The syncer's decisions: membership, clock, start and end of a run. Rounds are in `rounds`.
 
-Rules: `step(event)` is the only door; it is synchronous and total (remote nonsense becomes a fate or a
-refusal, only our own bugs raise). Time comes in with the event. Iteration is sorted, so the same events give the
-same actions on every machine.
+Rules: `step(event)` is the only door; it is synchronous and total (remote nonsense becomes a fate
+or a refusal, only our own bugs raise). Time comes in with the event. Iteration is sorted, so the
+same events give the same actions on every machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from . import policy
-from .actions import (
-    Admit,
-    AskHello,
-    Caution,
-    CompleteRun,
-    Dismiss,
-    Fate,
-    Note,
-    Probe,
-    Refuse,
-    RequestSeed,
-    Stop,
-    SyncerAction,
-)
-from .events import (
-    CloseAsked,
-    CommitDone,
-    FromLife,
-    Heard,
-    Knocked,
-    Left,
-    Life,
-    MergeDone,
-    Offered,
-    ProbeAnswered,
-    Progressed,
-    Received,
-    SeedFailed,
-    SeedReceived,
-    StopAsked,
-    SyncerEvent,
-    Ticked,
-    TookModel,
-    TransferFailed,
-    Vanished,
-)
+from . import actions as act
+from . import events as ev
+from . import policy, report
+from .claims import Claims
+from .events import Knocked, Life
 from .members import Member, Members, Stage
 from .parameters import SECOND_NS, Parameters
 from .rounds import Rounds
@@ -64,15 +31,6 @@ class RunState(str, Enum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Somebody knocks under a name that is held; the holder has until the deadline to object."""
-
-    knock: Knocked
-    nonce: int
-    deadline_ns: int
-
-
 class SyncerCore:
     """Decides; carries nothing out."""
 
@@ -85,26 +43,29 @@ class SyncerCore:
         seeded: bool = False,
         now_ns: int = 0,
     ) -> None:
-        """A run without learners. `steps` is T (0: no end); `seeded` says that a model was given (--init)."""
+        """A run without learners.
+
+        `steps` is T (0: no end); `seeded` says that a model was given (--init).
+        """
         self.parameters = parameters
         self.epoch = epoch
         self.steps = steps
         self.state = RunState.EMPTY
         self.clock = 0
         self.members = Members()
-        self._out: list[SyncerAction] = []
+        self._out: list[act.SyncerAction] = []
         self.rounds = Rounds(parameters, self.members, self._out.append)
         self.refused: dict[str, int] = {}
         self._seeded = seeded
         self._assembled = not parameters.lockstep
-        self._claims: dict[str, Claim] = {}
-        self._nonce = 0
-        self._now_ns = now_ns
-        self._started_ns = now_ns
+        self._claims = Claims()
+        self._now_ns = self.started_ns = now_ns
         self._end_deadline_ns = 0
         self._stop_reason = ""
+        #: the last step was reached (as opposed to: the operator stops the daemon)
+        self._ended = False
 
-    def step(self, event: SyncerEvent) -> tuple[SyncerAction, ...]:
+    def step(self, event: ev.SyncerEvent) -> tuple[act.SyncerAction, ...]:
         """Take one event in; return what is to be done, in order. Raises only on our own bugs."""
         self._out.clear()
         now = max(event.now_ns, self._now_ns)
@@ -118,99 +79,103 @@ class SyncerCore:
         """The latest time at which a Ticked event must come if nothing else happens."""
         deadlines = [self._now_ns + self.parameters.lease_ns // 4]
         deadlines += [member.lease_until_ns for member in self.members]
-        deadlines += [claim.deadline_ns for claim in self._claims.values()]
-        deadlines += [
-            f.grace_until_ns for f in self.rounds.flights.values() if f.phase.value == "grace"
-        ]
+        deadlines += self._claims.deadlines()
+        deadlines += self.rounds.deadlines()
         if self.state is RunState.ENDING:
             deadlines.append(self._end_deadline_ns)
         return max(self._now_ns, min(deadlines))
 
     # ---- events ----
 
-    def _dispatch(self, event: SyncerEvent, now: int) -> None:
+    def _dispatch(self, event: ev.SyncerEvent, now: int) -> None:
         match event:
             case Knocked():
                 self._knock(event, now)
-            case MergeDone():
+            case ev.MergeDone():
                 self.rounds.merge_done(event.round, event.ok)
-            case CommitDone():
+            case ev.CommitDone():
                 self.rounds.commit_done(event.round, now)
-            case StopAsked():
+            case ev.StopAsked():
                 if self.state not in (RunState.STOPPING, RunState.STOPPED):
                     self._wind_down(now, event.reason)
-            case Received():
+            case ev.Received():
                 self.rounds.receive(event)
-            case TransferFailed():
+            case ev.TransferFailed():
                 self.rounds.fail(event)
-            case Ticked():
+            case ev.Ticked():
                 pass
-            case FromLife():
+            case ev.FromLife():
                 member = self.members.get(event.life)
                 if member is not None:
                     self._from_member(event, member, now)
-                elif not isinstance(event, (Left, Vanished, ProbeAnswered)):
-                    self._out.append(AskHello(life=event.life))
+                elif isinstance(event, (ev.Left, ev.Vanished)):
+                    self._claims.forget(event.life)
+                elif not isinstance(event, ev.ProbeAnswered):
+                    self._out.append(act.AskHello(life=event.life))
 
-    def _from_member(self, event: FromLife, member: Member, now: int) -> None:
-        if not isinstance(event, Vanished):
+    def _from_member(self, event: ev.FromLife, member: Member, now: int) -> None:
+        if not isinstance(event, ev.Vanished):
             member.lease_until_ns = now + self.parameters.lease_ns
         match event:
-            case Progressed():
+            case ev.Progressed():
                 if event.clock > member.clock:
                     member.moved_ns = now
                 member.clock = min(max(member.clock, event.clock), policy.CLOCK_MAX)
                 member.step_ns = event.step_ns
                 member.tokens = event.tokens
-            case Offered():
+            case ev.Offered():
                 member.moved_ns = now
                 self.rounds.offer(event, member)
-            case ProbeAnswered():
-                self._still_here(member, event.nonce)
-            case SeedReceived():
+            case ev.ProbeAnswered():
+                claim = self._claims.get(member.life.name)
+                if claim is not None and claim.nonce == event.nonce:
+                    self._object(member)
+            case ev.SeedReceived():
                 self._seed_received(member)
-            case SeedFailed():
+            case ev.SeedFailed():
                 self._turn_out(member, f"its model cannot seed the run: {event.reason}", tell=True)
-            case TookModel():
+            case ev.TookModel():
                 if member.stage is Stage.TAKING:
                     member.stage = Stage.LIVE
                     member.moved_ns = now
-            case CloseAsked():
+            case ev.CloseAsked():
                 member.closing = True
                 self.rounds.ask_closing(member.life, event.fragments)
-            case Left():
+            case ev.Left():
                 self._turn_out(member, "it has finished", tell=False)
-            case Vanished():
+            case ev.Vanished():
                 self._turn_out(member, "its connection is gone", tell=False)
-            case Heard():
+            case ev.Heard():
                 pass
 
     # ---- the door ----
 
     def _knock(self, knock: Knocked, now: int) -> None:
-        refusal = knock.problem or self._door_closed(knock)
+        holder = self.members.holder(knock.life.name)
+        refusal = knock.problem or self._door_closed(knock.life, holder)
         if refusal is not None:
             self._refuse(knock.life, *refusal)
-            return
-        holder = self.members.holder(knock.life.name)
-        if holder is None:
+        elif holder is None:
             self._admit(knock, now)
         elif holder.life == knock.life:
+            self._object(holder)
             self._readmit(holder, knock, now)
-        elif knock.life.name in self._claims:
-            if self._claims[knock.life.name].knock.life != knock.life:
-                self._refuse(knock.life, "name", self._name_taken(knock.life.name))
         else:
-            self._nonce += 1
-            self._claims[knock.life.name] = Claim(knock, self._nonce, now + policy.PROBE_NS)
-            self._out.append(Probe(life=holder.life, nonce=self._nonce))
+            claim = self._claims.get(knock.life.name)
+            if claim is None:
+                claim = self._claims.open(knock, now)
+                self._out.append(act.Probe(life=holder.life, nonce=claim.nonce))
+            elif claim.knock.life != knock.life:
+                self._refuse(knock.life, "name", self._name_taken(knock.life.name))
 
-    def _door_closed(self, knock: Knocked) -> tuple[str, str] | None:
-        if self.state in (RunState.ENDING, RunState.STOPPING, RunState.STOPPED):
+    def _door_closed(self, life: Life, holder: Member | None) -> tuple[str, str] | None:
+        if self.state in (RunState.STOPPING, RunState.STOPPED) and not self._ended:
+            return "stopping", "the syncer is being stopped: training goes on, ask again later."
+        back = holder is not None and holder.life == life and self.state is RunState.ENDING
+        if self._ended and not back:
             return "ended", "this run has reached its end: start a new run, or raise --steps."
         expected = self.parameters.learners
-        newcomer = self.members.holder(knock.life.name) is None
-        if self.parameters.lockstep and newcomer and len(self.members) >= expected:
+        if self.parameters.lockstep and holder is None and len(self.members) >= expected:
             return (
                 "full",
                 f"all {expected} places of this lockstep run are taken: raise --learners.",
@@ -222,12 +187,12 @@ class SyncerCore:
 
     def _refuse(self, life: Life, code: str, text: str) -> None:
         self.refused[code] = self.refused.get(code, 0) + 1
-        self._out.append(Refuse(life=life, code=code, text=text))
+        self._out.append(act.Refuse(life=life, code=code, text=text))
 
-    def _still_here(self, holder: Member, nonce: int) -> None:
-        claim = self._claims.get(holder.life.name)
-        if claim is not None and claim.nonce == nonce:
-            del self._claims[holder.life.name]
+    def _object(self, holder: Member) -> None:
+        """The holder of a name is there: whoever claims it is not let in."""
+        claim = self._claims.close(holder.life.name)
+        if claim is not None:
             self._refuse(claim.knock.life, "name", self._name_taken(holder.life.name))
 
     def _admit(self, knock: Knocked, now: int) -> None:
@@ -235,18 +200,19 @@ class SyncerCore:
             self.rounds.lay_out(knock.fragments)
             if self._seeded:
                 self.state = RunState.RUNNING
+        keep = self._may_keep(knock)
         member = self.members.add(
             knock.life, now, self.parameters.lease_ns, self.clock, knock.data_seed
         )
-        self._welcome(member)
+        self._welcome(member, knock, keep=keep)
         twin = self.members.twin_of(member)
         if twin is not None:
             self._out.append(
-                Caution(
+                act.Caution(
                     life=member.life,
-                    text=f"learner {twin.life.name!r} draws its data with the same seed ({member.data_seed}):"
-                    " averaging two equal runs teaches nothing; set another data seed or use"
-                    " diloco_plugin.shard().",
+                    text=f"learner {twin.life.name!r} draws its data with the same seed"
+                    f" ({member.data_seed}): averaging two equal runs teaches nothing; set another"
+                    " data seed or use diloco_plugin.shard().",
                 )
             )
 
@@ -257,22 +223,27 @@ class SyncerCore:
         member.moved_ns = now
         member.closing = False
         if member.stage is Stage.SEEDING:
-            self.state = RunState.EMPTY
+            self._unseed()
         member.stage = Stage.WAITING
-        keep = (
-            self.state is RunState.RUNNING
-            and knock.epoch == self.epoch
-            and len(knock.versions) == len(self.rounds.versions)
-        )
-        self._welcome(member, keep=keep)
-        if keep:
-            self._catch_up(member, knock.versions)
-        # otherwise _settle hands it the whole model
+        self._welcome(member, knock, keep=self._may_keep(knock))
+        if self.state is RunState.ENDING:  # it may have missed that
+            self._out.append(act.CompleteRun(lives=(member.life,), reason=self._stop_reason))
 
-    def _welcome(self, member: Member, *, keep: bool = False) -> None:
+    def _may_keep(self, knock: Knocked) -> bool:
+        """Is what this life holds of our lineage, and is it on record what it has given?"""
+        versions = self.rounds.versions
+        return (
+            self.state in (RunState.RUNNING, RunState.ENDING)
+            and knock.epoch == self.epoch
+            and self.members.known(knock.life)
+            and len(knock.versions) == len(versions)
+            and all(held <= version for held, version in zip(knock.versions, versions, strict=True))
+        )
+
+    def _welcome(self, member: Member, knock: Knocked, *, keep: bool) -> None:
         count = self.parameters.learners or max(m.index + 1 for m in self.members)
         self._out.append(
-            Admit(
+            act.Admit(
                 life=member.life,
                 index=member.index,
                 count=count,
@@ -280,12 +251,11 @@ class SyncerCore:
                 keep=keep,
             )
         )
-
-    def _catch_up(self, member: Member, held: tuple[int, ...]) -> None:
-        """A returning life holds every fragment in some version: it may contribute at once."""
+        if not keep:
+            return  # _settle hands it the whole model
         member.stage = Stage.LIVE
         for fragment, version in enumerate(self.rounds.versions):
-            if version > held[fragment]:
+            if version > knock.versions[fragment]:
                 self.rounds.announce(fragment, [member], self.clock, exact=False)
 
     # ---- the model ----
@@ -299,7 +269,7 @@ class SyncerCore:
             seeder = waiting.pop(0)
             seeder.stage = Stage.SEEDING
             self.state = RunState.SEEDING
-            self._out.append(RequestSeed(life=seeder.life))
+            self._out.append(act.RequestSeed(life=seeder.life))
         if self.state in (RunState.RUNNING, RunState.ENDING):
             for member in waiting:
                 member.stage = Stage.TAKING
@@ -307,10 +277,19 @@ class SyncerCore:
                     self.rounds.announce(fragment, [member], self.clock, exact=False)
 
     def _seed_received(self, member: Member) -> None:
-        if member.stage is Stage.SEEDING:
-            member.stage = Stage.LIVE
-            self.state = RunState.RUNNING
-            self._out.append(Note(text=f"learner {member.life.name!r} brought the model"))
+        if member.stage is not Stage.SEEDING or self.state is not RunState.SEEDING:
+            return
+        member.stage = Stage.LIVE
+        self.state = RunState.RUNNING
+        self._out.append(act.Note(text=f"learner {member.life.name!r} brought the model"))
+        # it holds version 0, but must know that we do: it may not leave before
+        for fragment in range(len(self.rounds.versions)):
+            self.rounds.announce(fragment, [member], self.clock, exact=False)
+
+    def _unseed(self) -> None:
+        """The seeder is gone before its model was here: the next one that waits seeds the run."""
+        if self.state is RunState.SEEDING:
+            self.state = RunState.EMPTY
 
     # ---- leaving ----
 
@@ -318,29 +297,32 @@ class SyncerCore:
         self.members.remove(member.life)
         self.rounds.forget(member.life)
         if member.stage is Stage.SEEDING:
-            self.state = RunState.EMPTY
-        self._out.append(Dismiss(life=member.life, reason=reason, tell=tell))
+            self._unseed()
+        self._out.append(act.Dismiss(life=member.life, reason=reason, tell=tell))
 
     def _expire(self, now: int) -> None:
         for member in list(self.members):
             if now >= member.lease_until_ns:
                 self._turn_out(member, f"silent for {self.parameters.lease:g} s", tell=False)
-        for name in sorted(self._claims):
-            claim, holder = self._claims[name], self.members.holder(name)
-            if holder is not None and now < claim.deadline_ns:
+        for name in self._claims.names():
+            claim, holder = self._claims.get(name), self.members.holder(name)
+            if claim is None or (holder is not None and now < claim.deadline_ns):
                 continue
-            del self._claims[name]
+            self._claims.close(name)
             if holder is not None:
                 self._turn_out(holder, "a newer life of the same name replaced it", tell=True)
-            self._admit(claim.knock, now)
+            self._knock(claim.knock, now)
 
     def _mind_the_gap(self, now: int) -> None:
-        """The syncer itself was asleep (suspended, stopped): nobody could renew a lease meanwhile."""
-        if now - self._now_ns > self.parameters.lease_ns // 2:
-            for member in self.members:
-                member.lease_until_ns = max(
-                    member.lease_until_ns, now + self.parameters.lease_ns // 2
-                )
+        """The syncer itself was asleep (suspended, stopped): nobody could give a sign meanwhile."""
+        gap, half = now - self._now_ns, self.parameters.lease_ns // 2
+        if gap <= half:
+            return
+        for member in self.members:
+            member.lease_until_ns = max(member.lease_until_ns, now + half)
+            member.moved_ns = max(member.moved_ns, now - half)
+        self._claims.postpone(now + policy.PROBE_NS // 2)
+        self._end_deadline_ns += gap
 
     # ---- time passes ----
 
@@ -360,7 +342,7 @@ class SyncerCore:
         if self.state is RunState.STOPPING and not self.rounds.flights:
             self.state = RunState.STOPPED
             lives = tuple(member.life for member in self.members)
-            self._out.append(Stop(lives=lives, reason=self._stop_reason))
+            self._out.append(act.Stop(lives=lives, reason=self._stop_reason))
 
     def _advance(self, now: int) -> None:
         training = [
@@ -371,11 +353,12 @@ class SyncerCore:
         ]
         if self.parameters.lockstep:
             self._assembled = self._assembled or len(training) >= self.parameters.learners
-            if not self._assembled:
+            # whoever still takes the model must find the clock where it was told that it stands
+            joining = self.members.in_stage(Stage.WAITING, Stage.TAKING)
+            if not self._assembled or joining:
                 return
-        wanted = self.parameters.learners if self.parameters.lockstep else self.parameters.quorum
-        before = self.clock
-        self.clock = policy.advance_clock(before, [member.clock for member in training], wanted)
+        before, clocks = self.clock, [member.clock for member in training]
+        self.clock = policy.advance_clock(before, clocks, self.parameters.wanted)
         if self.clock > before:
             fragments = len(self.rounds.versions)
             upto = min(self.clock, self.steps) if self.steps else self.clock
@@ -385,12 +368,12 @@ class SyncerCore:
 
     def _end(self, now: int) -> None:
         """T is reached: learners close, then the run is over."""
-        self.state = RunState.ENDING
+        self.state, self._ended = RunState.ENDING, True
         self._stop_reason = f"the run has reached its last step ({self.steps})"
         patience = self.parameters.close_timeout + self.parameters.lease
         self._end_deadline_ns = now + int(patience * SECOND_NS)
         lives = tuple(member.life for member in self.members)
-        self._out.append(CompleteRun(lives=lives, reason=self._stop_reason))
+        self._out.append(act.CompleteRun(lives=lives, reason=self._stop_reason))
 
     def _wind_down(self, now: int, reason: str) -> None:
         self.state = RunState.STOPPING
@@ -400,69 +383,9 @@ class SyncerCore:
     # ---- looking in ----
 
     def status(self, now_ns: int) -> dict[str, Any]:
-        """The core's part of the status body: a plain tree (units in the key: `_s` seconds)."""
-        rounds, lease = self.rounds, self.parameters.lease_ns
-        busy = {flight.fragment: flight.phase.value for flight in rounds.flights.values()}
-        learners = []
-        for member in self.members:
-            quiet = member.stage is Stage.LIVE and member.quiet(now_ns, lease)
-            state = "closing" if member.closing else "quiet" if quiet else member.stage.value
-            learners.append(
-                {
-                    "name": member.life.name,
-                    "index": member.index,
-                    "state": state,
-                    "clock": member.clock,
-                    "lag": self.clock - member.clock,
-                    "step_s": member.step_ns / SECOND_NS,
-                    "rounds_asked": member.rounds_asked,
-                    "rounds_joined": member.rounds_joined,
-                    "lease_s": max(0, member.lease_until_ns - now_ns) / SECOND_NS,
-                    "tokens": member.tokens,
-                }
-            )
-        fates: dict[str, Any] = {fate.value: count for fate, count in sorted(rounds.fates.items())}
-        fates["rejected"] = dict(sorted(rounds.rejections.items()))
-        for fate in ("merged", "late", "stale", "abandoned"):
-            fates.setdefault(fate, 0)
-        return {
-            "epoch": self.epoch,
-            "state": self.state.value,
-            "clock": self.clock,
-            "steps": self.steps,
-            "uptime_s": (now_ns - self._started_ns) / SECOND_NS,
-            "learners": learners,
-            "fragments": [
-                {"index": index, "version": version, "state": busy.get(index, "idle")}
-                for index, version in enumerate(rounds.versions)
-            ],
-            "fates": fates,
-            "refused": dict(sorted(self.refused.items())),
-            "rounds": {
-                "merged": rounds.merged,
-                "abandoned": rounds.abandoned,
-                "in_flight": len(rounds.flights),
-                "queued": len(rounds.queue) + len(rounds.closing_queue),
-                "grace_s": rounds.grace_ns() / SECOND_NS,
-                "quorum_s": rounds.quorum_ns / SECOND_NS,
-                "sync_s": rounds.sync_ns / SECOND_NS,
-                "joined_mean": rounds.joined / rounds.merged if rounds.merged else 0.0,
-            },
-        }
+        """The core's part of the status body."""
+        return report.status(self, now_ns)
 
     def check(self) -> None:
         """Assert every invariant. Cheap enough for every step of a test."""
-        rounds = self.rounds
-        assert rounds.offered == sum(rounds.fates.values()) + rounds.pending(), (
-            "a push without fate"
-        )
-        assert sum(rounds.rejections.values()) == rounds.fates[Fate.REJECTED]
-        fragments = [flight.fragment for flight in rounds.flights.values()]
-        assert len(fragments) == len(set(fragments)), "two rounds of one fragment"
-        assert len(rounds.queue) == len(set(rounds.queue)), "a fragment is queued twice"
-        indices = [member.index for member in self.members]
-        assert len(indices) == len(set(indices)), "two learners share an index"
-        seeders = self.members.in_stage(Stage.SEEDING)
-        assert len(seeders) == (self.state is RunState.SEEDING), (
-            "one seeder while seeding, else none"
-        )
+        report.check(self)

@@ -119,6 +119,10 @@ class StepCounter:
         moved, self._moved = self._moved, False
         return moved
 
+    def assume(self) -> None:
+        """Believe that a real step happened, though no hook said so."""
+        self._moved = True
+
     def attach(self, optimizers: Sequence[object]) -> None:
         """Count these optimizers from now on, in place of those given before.
 
@@ -146,7 +150,8 @@ class StepCounter:
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
-        if len(hooked) < len(inner):
+        # With no optimizer at all, the training steps some that nobody handed over.
+        if len(hooked) < len(inner) or not inner:
             self._global_handle = register_optimizer_step_post_hook(self._after_any_step)
 
     def detach(self) -> None:

@@ -25,9 +25,10 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
 from diloco_plugin.core.parameters import Parameters
-from diloco_plugin.errors import ConfigError, DiLoCoError, RefusedError, UnreachableError
+from diloco_plugin.errors import ConfigError, RefusedError, UnreachableError
 from diloco_plugin.learner.counting import StepCounter, refuse_unsupported, unknown_parameters
 from diloco_plugin.learner.island import Island, detect
+from diloco_plugin.learner.modelconfig import model_config_json
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.session import Introduction, Session
 from diloco_plugin.learner.tokens import TokenCounter
@@ -36,8 +37,11 @@ from diloco_plugin.tensors.layout import BUFFER, Layout, build_layout, census
 log = logging.getLogger("diloco.learner")
 
 WAIT_SECONDS: Final = 0.05
+#: Steps that a framework reports before it is believed that the optimizer has no hooks that fire. AMP
+#: skips the first ones, but no more than it takes to halve its initial scale of 2**16 down to 1.
+UNSEEN_STEPS: Final = 20
 #: Opcodes of the plan that rank 0 of an island shares at every boundary.
-_APPLY, _BLEND, _CAPTURE, _RESTORE, _LAY_OUT = range(1, 6)
+_APPLY, _BLEND, _CAPTURE, _RESTORE, _LAY_OUT, _STOP = range(1, 7)
 _AGAIN, _DONE = 1, 0
 
 
@@ -83,7 +87,7 @@ def attach(
         close_timeout: seconds that `close()` may take; default: what the syncer says (30).
         data_seed: seed of the data order; the syncer warns when two learners have the same.
         model_config: JSON of the model's configuration, published with the global model. Default: that of
-            `model.config` if it is a Hugging Face model.
+            a Hugging Face model or PEFT adapter.
 
     Raises:
         UnreachableError: no syncer answered within `connect_timeout`.
@@ -136,7 +140,8 @@ class Learner:
 
     Attributes:
         index, count: place among the learners, told by the syncer, for sharding data.
-        should_stop: the run has reached its last step; a loop may end.
+        should_stop: the run has reached its last step; a loop may end. As of the last boundary: all ranks
+            of an island say the same between two of them.
     """
 
     def __init__(
@@ -172,25 +177,49 @@ class Learner:
         self._alive = True
         self._busy = False
         self._warned_unknown = False
+        self._unseen = 0
+        self.should_stop = False
         self.index, self.count = 0, 1
         self.name = name or default_name()
         self.run = run
         self.boundary_seconds = 0.0
         self._core: LearnerCore | None = None
         self._session: Session | None = None
+        problem = ""
         if self._island.leader:
-            incarnation = secrets.token_hex(16)
-            self._core = LearnerCore(incarnation=incarnation, now_ns=time.monotonic_ns())
-            introduction = Introduction(
-                run=run,
-                name=self.name,
-                incarnation=incarnation,
-                specs=self._census.specs,
-                data_seed=data_seed,
-                model_config=_config_of(model) if model_config is None else model_config,
-                version=__version__,
-            )
-            self._session = Session(default_address(address), introduction, self._core)
+            try:
+                self._open_session(default_address(address), run, data_seed, model_config, model, module)
+            except ConfigError as error:
+                problem = str(error)
+        problem = self._island.share_text(problem)
+        if problem:  # on all ranks: those that do not speak would wait for ever
+            self.abandon()
+            raise ConfigError(problem)
+
+    def _open_session(
+        self,
+        address: str,
+        run: str,
+        data_seed: int | None,
+        model_config: str | None,
+        model: nn.Module,
+        module: str | None,
+    ) -> None:
+        incarnation = secrets.token_hex(16)
+        self._core = LearnerCore(incarnation=incarnation, now_ns=time.monotonic_ns())
+        if model_config is None:
+            part = _innermost(model).get_submodule(module or "")
+            model_config = model_config_json(_innermost(part))
+        introduction = Introduction(
+            run=run,
+            name=self.name,
+            incarnation=incarnation,
+            specs=self._census.specs,
+            data_seed=data_seed,
+            model_config=model_config,
+            version=__version__,
+        )
+        self._session = Session(address, introduction, self._core)
 
     # ---- joining ----
 
@@ -272,6 +301,29 @@ class Learner:
         while not self._turn(event, over=False):
             event = ev.Paused(now_ns=time.monotonic_ns())
 
+    def expect_step(self) -> None:
+        """The framework says that an optimizer stepped: for adapters, before `boundary()`.
+
+        If none did (AMP skipped it), the work counted for it is dropped. If none ever does, no hook sees
+        this optimizer's steps: one warning, and from then on these calls count.
+        """
+        if self._counter.moved:
+            return
+        if self._counter.total_hook_calls:
+            self._tokens.take()
+            return
+        self._unseen += 1
+        if self._unseen < UNSEEN_STEPS:
+            return
+        if self._unseen == UNSEEN_STEPS:
+            log.warning(
+                "the trainer has stepped %d times, but no step hook of an optimizer (%s) ever fired: from now"
+                " on the trainer's steps count, also those that did not move the parameters.",
+                self._unseen,
+                ", ".join(type(optimizer).__name__ for optimizer in self._optimizers) or "none",
+            )
+        self._counter.assume()
+
     def count_batch(self, batch: Any) -> None:
         """Count the units of work in a batch, where no forward hook does (`count_forward=False`)."""
         self._tokens.count_batch(batch)
@@ -281,14 +333,14 @@ class Learner:
         reserved: list[tuple[act.LearnerAction, Buffer | None]] = []
         plan: list[int] = []
         if self._core is not None and self._session is not None:
-            self._lay_out_leader(plan)
-            reserved = self._decide(event)
+            reserved = self._decide(event, plan)
             again = not over and self._wants_another_turn(event)
             plan = [_AGAIN if again else _DONE, *plan, *_encode_plan(reserved)]
         plan = self._island.share_plan(plan)
         if _LAY_OUT in plan[1:2]:
             self._share_layout()
             del plan[1]
+        self.should_stop = _STOP in plan[1:2]
         if self._session is not None:
             self._carry_out(reserved)
         else:
@@ -310,13 +362,20 @@ class Learner:
                 return self._core.must_wait()
         return True
 
-    def _decide(self, event: ev.LearnerEvent) -> list[tuple[act.LearnerAction, Buffer | None]]:
+    def _decide(
+        self, event: ev.LearnerEvent, plan: list[int]
+    ) -> list[tuple[act.LearnerAction, Buffer | None]]:
         """Leader: step the core and take the buffers that its actions need, under the lock."""
         assert self._core is not None
         assert self._session is not None
         reserved: list[tuple[act.LearnerAction, Buffer | None]] = []
         with self._session.lock:
-            for action in self._core.step(event):
+            # Under the same lock: what the core decides may need the replica that is laid out here.
+            self._lay_out_leader(plan)
+            actions = self._core.step(event)
+            if self._core.complete is not None:
+                plan.append(_STOP)
+            for action in actions:
                 buffer = None
                 if isinstance(action, act.Apply):
                     buffer = self._session.arrived.pop(action.fragment)
@@ -482,6 +541,8 @@ class Learner:
         self._counter.detach()
         self._tokens.detach()
         if self._session is not None:
+            if self.connected:  # so that rounds do not wait for it, and its name is free again
+                self._session.post([act.Leave()])
             self._session.close()
         self._island.close()
 
@@ -505,11 +566,6 @@ class Learner:
     def alive(self) -> bool:
         """Is this learner attached (neither closed nor abandoned)?"""
         return self._alive
-
-    @property
-    def should_stop(self) -> bool:
-        """Has the run reached its last step? Leader's knowledge; other ranks of an island say False."""
-        return self._core is not None and self._core.complete is not None
 
     @property
     def connected(self) -> bool:
@@ -571,15 +627,3 @@ def _innermost(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _config_of(model: nn.Module) -> str:
-    """The JSON of a Hugging Face model's configuration, or nothing."""
-    config = getattr(_innermost(model), "config", None)
-    to_json = getattr(config, "to_json_string", None)
-    if not callable(to_json):
-        return ""
-    try:
-        return str(to_json())
-    except (TypeError, ValueError, DiLoCoError):
-        return ""

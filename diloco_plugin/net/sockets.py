@@ -119,7 +119,7 @@ class Door:
         return Sent.OK
 
     def close(self) -> None:
-        """Closes it and drops what is queued. Again is harmless."""
+        """Closes it, drops what is queued; the port is free a moment later. Again is harmless."""
         self.socket.close(linger=0)
 
     def __del__(self) -> None:
@@ -214,6 +214,9 @@ class Line:
         True does not mean delivered: what is queued is lost with the connection. The buffers are
         free on return.
         """
+        # libzmq notices a loss a moment after its monitor does, and would queue into the void.
+        if not self.connected:
+            return False
         try:
             _send(self._socket, frames)
         except zmq.Again:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from diloco_plugin.errors import AddressInUseError
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.sockets import Door, Line, Role, new_context
 from tests.waiting import until
@@ -21,6 +22,19 @@ class Net:
     def door(self, address: Address | str = ANY, role: Role = "control") -> Door:
         door = Door(self.context, address, role)
         self._made.append(door)
+        return door
+
+    def door_again(self, address: Address) -> Door:
+        """A door where one has just closed: the port is free only a moment later."""
+
+        def attempt() -> Door | None:
+            try:
+                return self.door(address)
+            except AddressInUseError:
+                return None
+
+        door = until(attempt)
+        assert door is not None
         return door
 
     def line(self, address: Address | str, role: Role = "control") -> Line:

@@ -1,0 +1,299 @@
+"""A syncer's shell for the simulated world. It checks what must hold after every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from diloco_plugin.core import actions as act
+from diloco_plugin.core import events as ev
+from diloco_plugin.core.events import Life
+from diloco_plugin.core.syncer import RunState, SyncerCore
+from diloco_plugin.testing.wire import Progress, Wire
+
+if TYPE_CHECKING:
+    from diloco_plugin.testing.learner import Learner
+    from diloco_plugin.testing.world import World
+
+TICKS_AT_ONCE_MAX: Final = 100
+
+
+class Syncer:
+    """The shell of a syncer core."""
+
+    def __init__(self, world: World, core: SyncerCore) -> None:
+        self.world, self.core, self.alive = world, core, True
+        self.routes: dict[Life, Wire] = {}
+        #: pushes on their way, by (life, round)
+        self.receiving: set[tuple[Life, int]] = set()
+        self.folded: dict[int, list[tuple[Life, Progress]]] = {}
+        #: progress that is in the global model
+        self.merged: set[tuple[Life, Progress]] = set()
+        self.taken: set[Life] = set()
+        self.offers: dict[tuple[Life, int], int] = {}
+        self.fates: dict[tuple[Life, int], list[act.Fate]] = {}
+        self.announced: dict[int, int] = {}
+        self.durable: dict[int, int] = {}
+        self._holding: dict[tuple[Life, int], Progress] = {}
+        self._deadline_ns = -1
+        self._ticks = (0, 0)
+        self._plan_tick()
+
+    @property
+    def done(self) -> bool:
+        """Has it decided everything?"""
+        return self.core.state is RunState.STOPPED
+
+    def hear(self, learner: Learner, wire: Wire, epoch: int | None, event: ev.SyncerEvent) -> None:
+        """A message of a learner arrives, if it still can."""
+        assert isinstance(event, ev.FromLife)
+        route = self.routes.get(event.life, wire)
+        passes = wire.open or (wire.drains and route is wire)
+        if not self.alive or wire.silent or not passes:
+            return
+        if isinstance(event, ev.Knocked):
+            self.routes[event.life] = wire
+        elif event.life not in self.routes or (epoch is not None and epoch != self.core.epoch):
+            self.routes.setdefault(event.life, wire)
+            self.send(event.life, ev.Strange(now_ns=0))
+            return
+        self.step(event)
+
+    def send(self, life: Life, event: ev.LearnerEvent) -> None:
+        """Send a message to a life."""
+        wire, learner = self.routes.get(life), self.world.by_life(life)
+        if wire is None or wire.silent:
+            return
+        if learner is None or learner.wire is not wire:
+            self.world.at(0, lambda: self._unreachable(life, wire))
+            return
+        delay = self.world.travel_ns(wire, "down")
+        self.world.at(delay, lambda: learner.hear(wire, event))
+
+    def _unreachable(self, life: Life, wire: Wire) -> None:
+        """The socket could not deliver: nobody is there any more."""
+        if self.routes.get(life) is wire:
+            del self.routes[life]
+            self.step(ev.Vanished(now_ns=0, life=life))
+
+    def step(self, event: ev.SyncerEvent) -> None:
+        """Let the core decide, check it, carry it out."""
+        if not self.alive:
+            return
+        event = replace(event, now_ns=self.world.now_ns)
+        if not isinstance(event, ev.Ticked):
+            self.world.log.append((self.world.now_ns, "syncer", event))
+        if isinstance(event, ev.Offered) and not event.nothing:
+            key = (event.life, event.round)
+            known = self.core.members.get(event.life) is not None
+            self.offers[key] = self.offers.get(key, 0) + known
+        if isinstance(event, ev.TookModel):
+            self.taken.add(event.life)
+        before = list(self.core.rounds.versions)
+        actions = self.core.step(event)
+        self.core.check()
+        assert all(b <= a for b, a in zip(before, self.core.rounds.versions, strict=False))
+        for flight in self.core.rounds.flights.values():
+            patience = 4 * self.core.parameters.lease_ns
+            assert self.world.now_ns - flight.opened_ns < patience, "a round never ends"
+        self._watch_quorum(actions)
+        for action in actions:
+            self.world.log.append((self.world.now_ns, "syncer", action))
+            self.carry_out(action)
+        self._plan_tick()
+
+    def _watch_quorum(self, actions: tuple[act.SyncerAction, ...]) -> None:
+        for merge in actions:
+            if not isinstance(merge, act.Merge) or self.core.state is RunState.STOPPING:
+                continue
+            late = sum(
+                isinstance(a, act.TellFate) and (a.round, a.fate) == (merge.round, act.Fate.LATE)
+                for a in actions
+            )
+            pushes = len(self.core.rounds.flights[merge.round].pushes)
+            wanted = min(self.core.parameters.wanted, pushes + late)
+            assert pushes >= wanted, "a round closed below its quorum"
+
+    def _plan_tick(self) -> None:
+        deadline = self.core.next_deadline_ns()
+        if deadline == self._deadline_ns or self.done:
+            return
+        self._deadline_ns = deadline
+
+        def tick() -> None:
+            if self._deadline_ns != deadline or not self.alive:
+                return
+            moment, count = self._ticks
+            self._ticks = (deadline, count + 1 if moment == deadline else 1)
+            assert self._ticks[1] < TICKS_AT_ONCE_MAX, "the syncer spins"
+            self._deadline_ns = -1
+            self.step(ev.Ticked(now_ns=deadline))
+
+        self.world.at(deadline - self.world.now_ns, tick)
+
+    def carry_out(self, action: act.SyncerAction) -> None:  # noqa: C901 - a table
+        """Do what the core decided."""
+        core, world = self.core, self.world
+        match action:
+            case act.Admit():
+                self._forget_transfers(action.life)
+                if not action.keep:
+                    self.taken.discard(action.life)
+                self.send(
+                    action.life,
+                    ev.Welcomed(now_ns=0, epoch=core.epoch, clock=action.clock, keep=action.keep),
+                )
+            case act.Refuse():
+                self.send(action.life, ev.TurnedAway(now_ns=0, code=action.code, text=action.text))
+                if core.members.get(action.life) is None:
+                    self.routes.pop(action.life, None)
+            case act.AskHello():
+                self.send(action.life, ev.Strange(now_ns=0))
+            case act.Probe():
+                self._probe(action)
+            case act.Dismiss():
+                if action.tell:
+                    self.send(action.life, ev.Lost(now_ns=0, reason=action.reason))
+                self._forget_transfers(action.life)
+                self.routes.pop(action.life, None)
+            case act.RequestSeed():
+                self.send(action.life, ev.SeedAsked(now_ns=0))
+            case act.Pull():
+                for life in action.lives:
+                    self.send(
+                        life,
+                        ev.Pulled(
+                            now_ns=0,
+                            round=action.round,
+                            fragment=action.fragment,
+                            closing=action.closing,
+                        ),
+                    )
+            case act.Receive():
+                self._receive(action)
+            case act.Discard():
+                self.receiving.discard((action.life, action.round))
+                self._holding.pop((action.life, action.round), None)
+            case act.Fold():
+                progress = self._holding.pop((action.life, action.round))
+                self.folded.setdefault(action.round, []).append((action.life, progress))
+            case act.Merge():
+                done = ev.MergeDone(
+                    now_ns=0, round=action.round, ok=world.random.random() >= world.merge_failures
+                )
+                world.at(world.work_ns(world.work_ms), lambda: self.step(done))
+            case act.Drop():
+                self.folded.pop(action.round, None)
+            case act.Commit():
+                world.at(world.work_ns(world.work_ms), lambda: self._commit(action))
+            case act.Announce():
+                self._announce(action)
+            case act.TellFate():
+                self._tell(action)
+            case act.CompleteRun():
+                for life in action.lives:
+                    self.send(life, ev.RunCompleted(now_ns=0, reason=action.reason))
+            case act.Stop():
+                for life in action.lives:
+                    self.send(life, ev.Lost(now_ns=0, reason=action.reason, deliberate=True))
+            case _:
+                pass
+
+    def _probe(self, probe: act.Probe) -> None:
+        wire, learner = self.routes.get(probe.life), self.world.by_life(probe.life)
+        if wire is None or learner is None or learner.wire is not wire or wire.silent:
+            return
+        answer = ev.ProbeAnswered(now_ns=0, life=probe.life, nonce=probe.nonce)
+        delay = self.world.travel_ns(wire, "down")
+        self.world.at(delay, lambda: learner.send(answer, any_epoch=True))
+
+    def _receive(self, action: act.Receive) -> None:
+        assert action.life in self.taken, "who never took the model contributes"
+        key, wire = (action.life, action.round), self.routes.get(action.life)
+        self.receiving.add(key)
+
+        def arrives() -> None:
+            learner = self.world.by_life(action.life)
+            if key not in self.receiving or not self.alive or wire is None:
+                return
+            if learner is None or learner.wire is not wire or wire.silent:
+                return  # nothing comes: the lease, or a new Hello, ends it
+            self.receiving.discard(key)
+            progress = learner.hand_over(action.round)
+            if progress is None or learner.corrupt > 0:
+                learner.corrupt = max(0, learner.corrupt - 1)
+                self.step(
+                    ev.TransferFailed(
+                        now_ns=0,
+                        life=action.life,
+                        round=action.round,
+                        fragment=action.fragment,
+                        reason="gone" if progress is None else "corrupt",
+                    )
+                )
+                return
+            self._holding[key] = progress
+            self.step(
+                ev.Received(
+                    now_ns=0,
+                    life=action.life,
+                    round=action.round,
+                    fragment=action.fragment,
+                    norm=learner.norm,
+                    finite=learner.finite,
+                )
+            )
+
+        self.world.at(self.world.work_ns(self.world.transfer_ms), arrives)
+
+    def _commit(self, action: act.Commit) -> None:
+        if not self.alive:
+            return
+        self.durable[action.fragment] = action.version
+        for item in self.folded.pop(action.round):
+            assert item not in self.merged, f"merged twice: {item}"
+            self.merged.add(item)
+        self.step(ev.CommitDone(now_ns=0, round=action.round))
+
+    def _announce(self, action: act.Announce) -> None:
+        assert action.version <= self.durable.get(action.fragment, 0), "announced, not durable"
+        assert action.version >= self.announced.get(action.fragment, 0), "announced backwards"
+        self.announced[action.fragment] = action.version
+        for life in action.lives:
+            self.send(
+                life,
+                ev.Announced(
+                    now_ns=0,
+                    fragment=action.fragment,
+                    version=action.version,
+                    clock=action.clock,
+                ),
+            )
+
+    def _tell(self, action: act.TellFate) -> None:
+        key = (action.life, action.round)
+        self.fates.setdefault(key, []).append(action.fate)
+        assert len(self.fates[key]) <= self.offers.get(key, 0), "more fates than pushes"
+        self.send(
+            action.life,
+            ev.FateTold(
+                now_ns=0,
+                round=action.round,
+                fragment=action.fragment,
+                fate=action.fate.value,
+                reason=action.reason,
+            ),
+        )
+
+    def _forget_transfers(self, life: Life) -> None:
+        self.receiving = {key for key in self.receiving if key[0] != life}
+
+    def fetch_seed(self, learner: Learner, wire: Wire) -> None:
+        """The seeder serves its model: it is here after a while."""
+
+        def arrives() -> None:
+            if learner.wire is wire and not wire.silent and self.routes.get(learner.life) is wire:
+                self.taken.add(learner.life)
+                self.step(ev.SeedReceived(now_ns=0, life=learner.life))
+
+        self.world.at(self.world.work_ns(2 * self.world.transfer_ms), arrives)

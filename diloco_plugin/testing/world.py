@@ -1,0 +1,155 @@
+"""A world in one process: learner cores and a syncer core under a virtual clock, without tensors.
+
+The shells here are minimal but keep the real ones' contract: messages are first in, first out on a
+connection, buffers are counted, slow work returns as an event. Whatever is random lives here,
+seeded; after every step all invariants are checked, so a test need only make things happen:
+
+    world = World(Parameters(fragments=4, sync_every=8))
+    world.learner("a", step_ms=100)
+    world.run(5)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
+from diloco_plugin.core import actions as act
+from diloco_plugin.core import events as ev
+from diloco_plugin.core.events import Life
+from diloco_plugin.core.parameters import SECOND_NS, Parameters
+from diloco_plugin.core.syncer import SyncerCore
+from diloco_plugin.testing.learner import Learner
+from diloco_plugin.testing.syncer import Syncer
+from diloco_plugin.testing.wire import MS, Wire
+
+
+class World:
+    """Everything that happens, in order. Times given to methods are seconds or milliseconds."""
+
+    def __init__(
+        self,
+        parameters: Parameters | None = None,
+        *,
+        fragments: int = 4,
+        steps: int = 0,
+        seeded: bool = False,
+        seed: int = 0,
+        latency_ms: float = 2.0,
+        transfer_ms: float = 10.0,
+        work_ms: float = 4.0,
+        merge_failures: float = 0.0,
+    ) -> None:
+        self.parameters = parameters or Parameters(fragments=fragments, sync_every=2 * fragments)
+        self.fragments, self.steps, self.seeded = fragments, steps, seeded
+        self.latency_ms, self.transfer_ms, self.work_ms = latency_ms, transfer_ms, work_ms
+        #: share of the merges whose result is not finite
+        self.merge_failures = merge_failures
+        self.random = random.Random(seed)  # noqa: S311 - a simulation
+        self.now_ns = 0
+        self.learners: dict[str, Learner] = {}
+        #: (time, who, what): every event and action of the syncer, for stories
+        self.log: list[tuple[int, str, ev.Event | act.Action]] = []
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+        self._epoch = 0
+        self.syncer = self._new_syncer()
+
+    # ---- time ----
+
+    def at(self, delay_ns: float, do: Callable[[], None]) -> None:
+        """Let something happen after a while."""
+        moment = self.now_ns + max(0, int(delay_ns))
+        heapq.heappush(self._agenda, (moment, next(self._counter), do))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        self.run_until(lambda: False, seconds, must=False)
+
+    def run_until(
+        self, condition: Callable[[], bool], seconds: float = 600.0, *, must: bool = True
+    ) -> None:
+        """Let time pass until something holds; `must`: it is an error if it never does."""
+        end = self.now_ns + int(seconds * SECOND_NS)
+        while not condition():
+            if not self._agenda or self._agenda[0][0] > end:
+                assert not must, f"still not so after {seconds} s"
+                self.now_ns = end
+                return
+            self.now_ns, _, do = heapq.heappop(self._agenda)
+            do()
+
+    def work_ns(self, milliseconds: float) -> float:
+        """About this long."""
+        return milliseconds * MS * (0.75 + 0.5 * self.random.random())
+
+    # ---- what a test may do ----
+
+    def learner(
+        self,
+        name: str,
+        *,
+        step_ms: float = 100.0,
+        steps: int | None = None,
+        data_seed: int | None = None,
+        norm: float = 1.0,
+    ) -> Learner:
+        """Start a learner (again); it finishes after so many steps."""
+        learner = Learner(self, name, step_ms, steps, data_seed, norm)
+        self.learners[name] = learner
+        learner.connect()
+        learner.turn()
+        return learner
+
+    def crash(self, name: str) -> None:
+        """A learner's process dies; nobody is told."""
+        self.learners.pop(name).die()
+
+    def cut(self, name: str, *, silent: bool = False) -> None:
+        """A learner's connection breaks and cannot be made; `silent`: nobody notices at first."""
+        self.learners[name].cut(silent=silent)
+
+    def mend(self, name: str) -> None:
+        """The network is there again for this learner."""
+        self.learners[name].mend()
+
+    def kill_syncer(self) -> None:
+        """The syncer dies; all connections break."""
+        self.syncer.alive = False
+        for learner in list(self.learners.values()):
+            learner.broken("the syncer died")
+
+    def restart_syncer(self) -> None:
+        """A new life of the syncer, with no memory."""
+        self.kill_syncer()
+        self.syncer = self._new_syncer()
+        for learner in list(self.learners.values()):
+            learner.connect()
+
+    def stop_syncer(self, reason: str = "told to stop") -> None:
+        """The operator stops the daemon."""
+        self.syncer.step(ev.StopAsked(now_ns=self.now_ns, reason=reason))
+
+    def _new_syncer(self) -> Syncer:
+        self._epoch += 1
+        core = SyncerCore(
+            self.parameters,
+            epoch=self._epoch,
+            steps=self.steps,
+            seeded=self.seeded,
+            now_ns=self.now_ns,
+        )
+        return Syncer(self, core)
+
+    def by_life(self, life: Life) -> Learner | None:
+        """The running learner of this life."""
+        learner = self.learners.get(life.name)
+        return learner if learner is not None and learner.life == life else None
+
+    def travel_ns(self, wire: Wire, direction: str) -> int:
+        """How long a message takes; none overtakes another."""
+        arrives = self.now_ns + int(self.work_ns(self.latency_ms))
+        wire.last_ns[direction] = arrives = max(arrives, wire.last_ns.get(direction, 0))
+        return arrives - self.now_ns

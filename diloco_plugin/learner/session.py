@@ -88,9 +88,12 @@ class Session:
         self._bulk: Line | None = None
         self._codecs: dict[int, tuple[int, str]] = {}
         self._deferred: list[act.Fetch] = []
-        self._rebases: deque[tuple[int, Buffer]] = deque()
+        self._unsettled = 0
+        #: in the order of the training thread: an Offer must find the base that its snapshot had
         self._inbox: deque[act.LearnerAction | Callable[[], None]] = deque()
         self._stopping = False
+        #: a Hello went out over the connection that stands: the news of it must not bring another
+        self._greeted = False
         self._context = new_context()
         try:
             self._control = Line(self._context, self._address, "control")
@@ -129,13 +132,15 @@ class Session:
 
     def applied(self, fragment: int, buffer: Buffer) -> None:
         """A fragment was written into the parameters: its base follows, in the I/O thread."""
-        self._rebases.append((fragment, buffer))
+        with self.lock:
+            self._unsettled += 1
+        self._inbox.append(lambda: self._rebase(fragment, buffer))
         self._waker.wake()
 
     def settle_bases(self) -> None:
         """Wait until every applied fragment is also the base (a matter of milliseconds)."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._rebases or self.error is not None, JOIN_SECONDS)
+            self.changed.wait_for(lambda: not self._unsettled or self.error, JOIN_SECONDS)
 
     def close(self) -> None:
         """Send what is queued, close the sockets, end the thread. Never hangs."""
@@ -167,7 +172,6 @@ class Session:
             wait = min(wait, RETRY_SECONDS)
         self._poll.wait(max(0.0, wait))
         self._waker.drain()
-        self._rebase()
         self._carry_out_inbox()
         self._watch_lines()
         for frames in self._control.receive():
@@ -198,21 +202,21 @@ class Session:
             else:
                 self._carry_out(item)
 
-    def _rebase(self) -> None:
-        while self._rebases:
-            fragment, buffer = self._rebases[0]
-            assert self._replica is not None
-            self._replica.rebase(fragment, buffer)
-            self._replica.give_back(buffer)
-            self._rebases.popleft()
-            self._step(ev.Rebased(now_ns=time.monotonic_ns(), fragment=fragment))
+    def _rebase(self, fragment: int, buffer: Buffer) -> None:
+        assert self._replica is not None
+        self._replica.rebase(fragment, buffer)
+        self._replica.give_back(buffer)
+        with self.lock:
+            self._unsettled -= 1
+        self._step(ev.Rebased(now_ns=time.monotonic_ns(), fragment=fragment))
 
     def _watch_lines(self) -> None:
         for event in self._control.events():
             now = time.monotonic_ns()
-            if event == "connected":
+            if event == "connected" and not self._greeted:
                 self._step(ev.Connected(now_ns=now))
             elif event == "disconnected":
+                self._greeted = False
                 self._step(ev.Lost(now_ns=now, reason="the connection broke"))
         if self._bulk is None or self._transfers is None:
             return
@@ -378,6 +382,7 @@ class Session:
                 self._hello(action)
             case act.Reconnect():
                 self._control.reopen()
+                self._greeted = False
             case act.Beat():
                 self._control.send(encode(msg.Heartbeat(epoch=epoch)))
             case act.Report():
@@ -422,7 +427,7 @@ class Session:
             model_config=me.model_config,
             version=me.version,
         )
-        self._control.send(encode(hello))
+        self._greeted = self._control.send(encode(hello))
 
     def _offer(self, action: act.Offer, epoch: int) -> None:
         offer = msg.Offer(

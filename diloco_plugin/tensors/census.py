@@ -84,7 +84,9 @@ def census(model: nn.Module, *, buffers: str = "merge", within: str | None = Non
         named |= extra
         kinds |= dict.fromkeys(extra, BUFFER)
     owners: dict[int, str] = {}
-    for name in sorted(named):
+    for name in named:
+        # The first in the module's own order, as in named_parameters() and in saved models: the
+        # embedding table owns, the head tied to it is the alias.
         owners.setdefault(id(named[name]), name)
     specs = tuple(
         _spec(name, named[name], kinds[name], owners[id(named[name])]) for name in sorted(named)

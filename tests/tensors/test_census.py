@@ -126,13 +126,14 @@ class TestWhoTakesPart:
         with pytest.raises(LayoutError, match="no parameter that requires grad"):
             census(convnet().requires_grad_(False))
 
-    def test_tied_parameters_once_with_their_alias_told(self) -> None:
+    def test_tied_parameters_once_under_the_name_that_saved_models_have(self) -> None:
         model = gpt2()
         found = census(model)
         specs = {spec.name: spec for spec in found.specs}
-        assert specs["transformer.wte.weight"].alias_of == "lm_head.weight"
-        assert specs["lm_head.weight"].alias_of == ""
-        assert "transformer.wte.weight" not in found.tensors
+        assert specs["lm_head.weight"].alias_of == "transformer.wte.weight"
+        assert specs["transformer.wte.weight"].alias_of == ""
+        assert "lm_head.weight" not in found.tensors
+        assert set(found.tensors) == {name for name, _ in model.named_parameters()}
         elements = sum(p.numel() for p in model.parameters())
         assert build_layout(found.specs, 4).elements == elements
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diloco_plugin._version import __version__
+
 if TYPE_CHECKING:
     from diloco_plugin.learner import Learner, attach
 
-__version__ = "0.1.0"
 __all__ = ["Learner", "__version__", "attach"]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import Any, Final, NoReturn
 
-from diloco_plugin import __version__
+from diloco_plugin._version import __version__
 from diloco_plugin.config import (
     KINDS,
     Resolved,

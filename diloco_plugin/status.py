@@ -207,7 +207,7 @@ def _span(seconds: float) -> str:
 
 def check(address: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[bool, str]:
     """Whether a trainer on this machine could join the run at `address`, and a sentence why."""
-    from diloco_plugin import __version__
+    from diloco_plugin._version import __version__
     from diloco_plugin.wire.messages import PROTOCOL
 
     began = time.monotonic()

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from diloco_plugin import __version__
+from diloco_plugin._version import __version__
 from diloco_plugin.config import default_address, parameters_from, parameters_to
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev

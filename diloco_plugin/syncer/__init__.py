@@ -43,10 +43,10 @@ def _set_up_logging(config: SyncerConfig) -> None:
 
 
 def serve(config: SyncerConfig) -> int:
-    """Run the daemon in this thread until the run is over or a signal comes. Returns the exit code.
+    """Run the daemon in this thread until the run is over or a signal comes; return the exit code.
 
-    SIGTERM or SIGINT stops in order: rounds with a quorum are finished, the model is exported. A second
-    one ends the process at once.
+    SIGTERM or SIGINT stops in order: rounds with a quorum are finished, the model is exported. A
+    second one ends the process at once.
 
     Raises:
         DiLoCoError: it could not start; nothing was changed.

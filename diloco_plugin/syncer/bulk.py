@@ -1,7 +1,7 @@
 """The bulk thread of the syncer: pushes and seeds in, fragments out, all on the receivers' credit.
 
-It knows transfers, not rounds: what may come or go is told by the daemon through commands, what has come is
-handed to `on_push`, `on_seed` and `on_failure`. A push that is not complete leaves no trace.
+It knows transfers, not rounds: what may come or go is told by the daemon through commands, what has
+come is told to the daemon through `Reports`. A push that is not complete leaves no trace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PushKey: TypeAlias = tuple[Life, int]
 
 
 class Reports(Protocol):
-    """What the bulk thread tells the daemon. Called in the bulk thread; must not block."""
+    """What the bulk thread tells the daemon. Called in that thread; must not block."""
 
     def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None: ...
     def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None: ...
@@ -80,7 +80,7 @@ class Peer:
 
 
 class Bulk:
-    """Owns the bulk door. Everything but the constructor and the commands runs in its own thread."""
+    """Owns the bulk door. All but the constructor and the commands runs in its own thread."""
 
     def __init__(self, door: Door, slots: int, patience: float, reports: Reports) -> None:
         """`slots`: pushes that may come at once; `patience`: seconds without a byte of one."""
@@ -180,7 +180,7 @@ class Bulk:
         self._fill_slots()
 
     def _take(self, route: bytes, frames: list[Any]) -> None:
-        """One message. Bytes that break the protocol are counted, and harm only their own transfer."""
+        """One message. Bytes that break the protocol are counted; they harm only their transfer."""
         try:
             message = decode_bulk(frames[0].buffer)
             if isinstance(message, BulkHello):
@@ -281,10 +281,8 @@ class Bulk:
 
     def _receive_chunk(self, route: bytes, message: Chunk, frames: list[Any]) -> None:
         life = self._peers[route].life
-        if message.kind == "seed":
-            transfer = self._seed
-        else:
-            transfer = self._incoming.get((life, message.key))
+        pushes = self._incoming
+        transfer = self._seed if message.kind == "seed" else pushes.get((life, message.key))
         if (
             transfer is None
             or transfer.life != life
@@ -363,7 +361,7 @@ class Bulk:
             peer.reading[want.fragment] = copy
         elements = self._model.layout.fragments[want.fragment].elements
         last = want.first + want.count - 1
-        whole = memoryview(copy.data.numpy())
+        whole = memoryview(copy.data.numpy())  # type: ignore[arg-type]
         size = codec(copy.codec).nbytes
         for index in range(want.first, want.first + want.count):
             start, stop = chunk_bounds(index, elements)

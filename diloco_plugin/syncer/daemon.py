@@ -1,7 +1,7 @@
 """The syncer daemon: carries out what `core.syncer` decides, with tensors, store and sockets.
 
-Threads: this one (control socket and core), the bulk thread, the merge thread. They talk through queues; only this
-one steps the core, so decisions have one order.
+Threads: this one (control socket and core), the bulk thread, the merge thread. They talk through
+queues; only this one steps the core, so decisions have one order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from diloco_plugin import __version__
+from diloco_plugin._version import __version__
 from diloco_plugin.config import SyncerConfig, parameters_to
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
@@ -30,7 +30,7 @@ from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, Sent, new_context
 from diloco_plugin.syncer.bulk import Bulk
-from diloco_plugin.syncer.merger import Merger
+from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.tensors.layout import (
     BUFFER,
@@ -39,7 +39,6 @@ from diloco_plugin.tensors.layout import (
     check_specs,
     differences,
 )
-from diloco_plugin.tensors.merge import Measure
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_syncer, encode
 
@@ -53,14 +52,15 @@ FAREWELL_SECONDS: Final = 0.2
 
 
 class Syncer:
-    """One life of the syncer of one run. `run()` blocks until the run is over or `stop()` is called.
+    """One life of the syncer of one run. `run()` blocks until the run is over or `stop()` is called
+    and all that follows from it (export, publishing) is done.
 
     Raises:
         AddressInUseError, ConfigError: from the constructor; nothing was started then.
     """
 
     def __init__(self, config: SyncerConfig) -> None:
-        """Bind both sockets and load --init; learners may connect, nobody answers before `run()`."""
+        """Bind both sockets and load --init. Nobody answers before `run()`."""
         self.config = config
         self._init = load_init(config.init) if config.init else None
         now = time.monotonic_ns()
@@ -83,14 +83,12 @@ class Syncer:
             raise
         self._bulk_port = bulk_door.port
         self._bulk = Bulk(bulk_door, self._receive_slots(), config.parameters.lease, self)
-        self._merger = Merger(self.broken)
         self._waker = Waker()
-        self._model: GlobalModel | None = None
+        self._merging = Merging(self._post, self._bulk.release)
         self._specs: tuple[TensorSpec, ...] = ()
         self._model_config = ""
         self._routes: dict[Life, bytes] = {}
         self._lives: dict[bytes, Life] = {}
-        self._slots: dict[tuple[Life, int], tuple[Tensor, Measure]] = {}
         self._closing_rounds: set[int] = set()
         self._strange: Counter[str] = Counter()
         self._stopped = False
@@ -151,8 +149,16 @@ class Syncer:
 
     def _farewell(self) -> None:
         """The last word to learners was sent; export and publish while it travels."""
-        if self._model is not None and self._core.state is RunState.STOPPED and self._seeded():
-            tensors = self._model.tensors() if self._merger.close(MERGER_CLOSE_SECONDS) else {}
+        if (
+            self._merging.model is not None
+            and self._core.state is RunState.STOPPED
+            and self._seeded()
+        ):
+            tensors = (
+                self._merging.the_model.tensors()
+                if self._merging.close(MERGER_CLOSE_SECONDS)
+                else {}
+            )
             if self.config.export and tensors:
                 metadata = {"format": "pt", "run": self.config.run, "clock": str(self._core.clock)}
                 write_model(self.config.export, tensors, metadata, self._model_config)
@@ -165,7 +171,7 @@ class Syncer:
 
     def _close(self) -> None:
         self._bulk.stop(BULK_CLOSE_SECONDS)
-        self._merger.close(MERGER_CLOSE_SECONDS)
+        self._merging.close(MERGER_CLOSE_SECONDS)
         if self._publisher is not None:
             self._publisher.close(PUBLISH_CLOSE_SECONDS)
         self._door.close()
@@ -173,7 +179,7 @@ class Syncer:
         self._context.destroy(linger=0)
 
     def _seeded(self) -> bool:
-        return self._model is not None and self._model.wire_copy(0) is not None
+        return self._merging.model is not None and self._merging.the_model.wire_copy(0) is not None
 
     def _bulk_door(self) -> Door:
         control = Address.parse(self.config.bind)
@@ -191,15 +197,15 @@ class Syncer:
             return None
         repo, _ = parse(self.config.publish)
         folder = f"{self.config.export or self.config.run}.published"
-        return Publisher(repo, folder, self.config.every_seconds)
+        return Publisher(repo, folder, self.config.every_seconds())
 
     def _publish_when_due(self) -> None:
-        publisher, model = self._publisher, self._model
+        publisher, model = self._publisher, self._merging.model
         if publisher is None or model is None or not self._seeded():
             return
         if publisher.due(time.monotonic()):
             label, config = f"step {self._core.clock}", self._model_config
-            self._merger.submit(lambda: publisher.offer(label, model.tensors(), config))
+            self._merging.submit(lambda: publisher.offer(label, model.tensors(), config))
 
     # ---- what comes in over the control socket ----
 
@@ -271,7 +277,9 @@ class Syncer:
             ev.Knocked(
                 now_ns=now,
                 life=life,
-                fragments=len(self._model.layout.fragments) if self._model else 0,
+                fragments=len(self._merging.the_model.layout.fragments)
+                if self._merging.model
+                else 0,
                 epoch=hello.epoch,
                 versions=hello.versions,
                 data_seed=hello.data_seed,
@@ -280,13 +288,13 @@ class Syncer:
         )
 
     def _layout_problem(self, hello: msg.Hello) -> str:
-        """What differs between this learner's model and the run's; the first model makes the layout."""
+        """What differs between this learner's model and the run's, made by the first one."""
         specs = tuple(
             TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors
         )
         if self.config.parameters.buffers == "local":
             specs = tuple(spec for spec in specs if spec.kind != BUFFER)
-        if self._model is not None:
+        if self._merging.model is not None:
             return "; ".join(differences(self._specs, specs))
         try:
             check_specs(specs)
@@ -298,7 +306,7 @@ class Syncer:
                     raise LayoutError(f"the model given with --init is unusable: {problem}.")
         except LayoutError as error:
             return str(error)
-        self._model, self._specs = model, specs
+        self._merging.model, self._specs = model, specs
         self._init = None
         self._bulk.use_model(model)
         if len(layout.fragments) < self.config.parameters.fragments:
@@ -312,24 +320,8 @@ class Syncer:
     # ---- what comes in from the bulk and merge threads (Reports) ----
 
     def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None:
-        """Bulk thread: measure it in the merge thread, then let the core judge."""
-
-        def job() -> None:
-            model = self._the_model()
-            size = model.measure(fragment, slot[: model.layout.fragments[fragment].elements])
-            self._slots[(life, round_)] = (slot, size)
-            self._post(
-                ev.Received(
-                    now_ns=time.monotonic_ns(),
-                    life=life,
-                    round=round_,
-                    fragment=fragment,
-                    norm=size.total if size.finite else 0.0,
-                    finite=size.finite,
-                )
-            )
-
-        self._merger.submit(job)
+        """Bulk thread: all bytes of a push are here."""
+        self._merging.measure(life, round_, fragment, slot)
 
     def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None:
         """Bulk thread: the bytes of a push were wrong, or did not come."""
@@ -340,19 +332,10 @@ class Syncer:
 
     def seed_arrived(self, life: Life) -> None:
         """Bulk thread: theta is filled."""
-
-        def job() -> None:
-            problem = self._the_model().complete_seed()
-            now = time.monotonic_ns()
-            if problem is None:
-                self._post(ev.SeedReceived(now_ns=now, life=life))
-            else:
-                self.seed_failed(life, problem)
-
-        self._merger.submit(job)
+        self._merging.complete_seed(life)
 
     def seed_failed(self, life: Life, reason: str) -> None:
-        """Any thread: a learner's model cannot become the global one."""
+        """Bulk thread: a learner's model did not come."""
         self._post(ev.SeedFailed(now_ns=time.monotonic_ns(), life=life, reason=reason))
 
     def strange_bytes(self, reason: str) -> None:
@@ -362,10 +345,6 @@ class Syncer:
     def broken(self, error: BaseException) -> None:
         """Any thread: our own bug; the daemon must not go on."""
         self._post(error)
-
-    def _the_model(self) -> GlobalModel:
-        assert self._model is not None, "no learner was admitted yet"
-        return self._model
 
     # ---- carrying out ----
 
@@ -380,7 +359,7 @@ class Syncer:
             act.Pull: self._pull,
             act.Receive: self._receive,
             act.Discard: self._discard,
-            act.Fold: self._fold,
+            act.Fold: lambda a: self._merging.fold(a, closing=a.round in self._closing_rounds),
             act.Merge: self._merge,
             act.Drop: self._drop,
             act.Commit: self._commit,
@@ -406,7 +385,7 @@ class Syncer:
             self._send(life, message)
 
     def _admit(self, action: act.Admit) -> None:
-        model = self._the_model()
+        model = self._merging.the_model
         token = secrets.token_bytes(16)
         self._bulk.forget(action.life)  # a life that comes back begins its transfers anew
         self._bulk.expect(token, action.life)
@@ -468,65 +447,24 @@ class Syncer:
         self._bulk.receive(action.life, action.round, action.fragment, name)
 
     def _discard(self, action: act.Discard) -> None:
-        key = (action.life, action.round)
-        self._bulk.discard(*key)
-        self._merger.submit(lambda: self._free(key))
-
-    def _free(self, key: tuple[Life, int]) -> None:
-        """Merge thread: the bytes of a push are not needed any more."""
-        slot, _ = self._slots.pop(key, (None, None))
-        if slot is not None:
-            self._bulk.release(slot)
-
-    def _fold(self, action: act.Fold) -> None:
-        model, key = self._the_model(), (action.life, action.round)
-        closing = action.round in self._closing_rounds
-
-        def job() -> None:
-            slot, size = self._slots[key]
-            delta = slot[: model.layout.fragments[action.fragment].elements]
-            model.fold(
-                action.round,
-                action.fragment,
-                delta,
-                size,
-                tokens=action.tokens,
-                steps=action.steps,
-                closing=closing,
-            )
-            self._free(key)
-
-        self._merger.submit(job)
+        self._bulk.discard(action.life, action.round)
+        self._merging.discard(action)
 
     def _merge(self, action: act.Merge) -> None:
-        model = self._the_model()
-        version = self._core.rounds.versions[action.fragment] + 1
-
-        def job() -> None:
-            ok = model.merge(action.round, action.fragment, version, closing=action.closing)
-            self._post(ev.MergeDone(now_ns=time.monotonic_ns(), round=action.round, ok=ok))
-
         log.debug("round %d merges fragment %d: %s", action.round, action.fragment, action.reason)
         self._closing_rounds.discard(action.round)
-        self._merger.submit(job)
+        self._merging.merge(action, self._core.rounds.versions[action.fragment] + 1)
 
     def _drop(self, action: act.Drop) -> None:
-        model = self._the_model()
         self._closing_rounds.discard(action.round)
-
-        def job() -> None:
-            model.drop(action.round)
-            for key in [key for key in self._slots if key[1] == action.round]:
-                self._free(key)
-
-        self._merger.submit(job)
+        self._merging.drop(action)
 
     def _commit(self, action: act.Commit) -> None:
         # There is no store yet: a version lives as long as this process.
         self._pending.append(ev.CommitDone(now_ns=time.monotonic_ns(), round=action.round))
 
     def _announce(self, action: act.Announce) -> None:
-        copy = self._the_model().wire_copy(action.fragment)
+        copy = self._merging.the_model.wire_copy(action.fragment)
         assert copy is not None
         announce = msg.Announce(
             fragment=action.fragment, version=action.version, clock=action.clock, codec=copy.codec
@@ -564,9 +502,9 @@ class Syncer:
             "bulk_port": self._bulk_port,
             "strange_messages": dict(sorted(self._strange.items())),
         }
-        if self._model is not None:
+        if self._merging.model is not None:
             for entry, fragment in zip(
-                body["fragments"], self._model.layout.fragments, strict=False
+                body["fragments"], self._merging.the_model.layout.fragments, strict=False
             ):
                 entry["elements"] = fragment.elements
         body["problems"] = policy.diagnose(body)

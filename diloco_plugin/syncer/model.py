@@ -1,7 +1,7 @@
-"""The global model: what the syncer owns, merges and hands out. One thread changes it, any may read.
+"""The global model: what the syncer owns, merges and hands out. Changed by one thread.
 
-Memory, in copies of the fp32 model: theta 1, outer state 1 (SGD with momentum), wire copies 1 (fp32; 0.5 with
-bf16), accumulators and receive slots a few fragments.
+Memory, in copies of the fp32 model: theta 1, outer state 1 (SGD with momentum), wire copies 1
+(fp32; 0.5 with bf16), accumulators and receive slots a few fragments.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from diloco_plugin.config import SyncerConfig, parameters_from
 from diloco_plugin.syncer import Syncer
 
@@ -40,3 +42,8 @@ def running_syncer(
     assert not thread.is_alive(), "the syncer did not stop"
     if failures:
         raise failures[0]
+
+
+def global_model(syncer: Syncer) -> dict[str, Tensor]:
+    """A copy of the global model, as it is now."""
+    return {name: t.clone() for name, t in syncer._merging.the_model.tensors().items()}

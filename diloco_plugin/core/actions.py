@@ -51,6 +51,15 @@ class Refuse(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellPlace(Action):
+    """The answer to PlaceAsked; `count` is 0 when nobody said how many learners there will be."""
+
+    name: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskHello(Action):
     """Somebody unknown speaks: ask it to introduce itself."""
 
@@ -324,8 +333,8 @@ class Leave(Action):
 
 
 SyncerAction: TypeAlias = (
-    Admit | Refuse | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive | Discard | Fold
-    | Merge | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note | Stop
+    Admit | Refuse | TellPlace | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive
+    | Discard | Fold | Merge | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note | Stop
 )  # fmt: skip
 LearnerAction: TypeAlias = (
     Apply | Snapshot | CaptureBase | Restore | Offer | Unstage | Forfeit | Fetch | Release

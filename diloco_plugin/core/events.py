@@ -144,6 +144,13 @@ class CommitDone(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceAsked(Event):
+    """Somebody wants to know its place among the learners before it joins, to shard its data."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(Event):
     """The operator wants the daemon to stop."""
 
@@ -282,7 +289,7 @@ class FinishAsked(Event):
 SyncerEvent: TypeAlias = (
     Knocked | Heard | Progressed | ProbeAnswered | Offered | Received | TransferFailed
     | SeedReceived | SeedFailed | TookModel | CloseAsked | Left | Vanished | MergeDone
-    | CommitDone | StopAsked | Ticked
+    | CommitDone | PlaceAsked | StopAsked | Ticked
 )  # fmt: skip
 LearnerEvent: TypeAlias = (
     Stepped | Paused | Welcomed | TurnedAway | SeedAsked | Pulled | Announced | Arrived

@@ -8,11 +8,17 @@ from enum import Enum
 from typing import Final
 
 from .events import Life
+from .parameters import SECOND_NS
 
 #: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
 QUIET_STEPS: Final = 8
 #: Lives that are remembered after they have gone.
 LEDGERS_MAX: Final = 1024
+
+
+#: How long an index waits for the learner that asked for it to shard its data before it joins.
+RESERVE_NS: Final = 600 * SECOND_NS
+RESERVED_MAX: Final = 1024
 
 
 class Stage(str, Enum):
@@ -72,6 +78,8 @@ class Members:
         self._by_name: dict[str, Member] = {}
         #: names keep their index while nobody else needs it: a returning learner finds its data
         self._index_of: dict[str, int] = {}
+        #: names that asked for their index before they joined, and until when it is kept for them
+        self._reserved: dict[str, int] = {}
         self._arrivals = 0
         #: oldest first; beyond LEDGERS_MAX departed lives, the oldest must take the model again
         self._ledgers: dict[Life, Ledger] = {}
@@ -97,7 +105,7 @@ class Members:
         self._arrivals += 1
         member = Member(
             life=life,
-            index=self._take_index(life.name),
+            index=self._take_index(life.name, now_ns),
             order=self._arrivals,
             lease_until_ns=now_ns + lease_ns,
             moved_ns=now_ns,
@@ -106,6 +114,7 @@ class Members:
             data_seed=seed,
         )
         self._by_name[life.name] = member
+        self._reserved.pop(life.name, None)
         self._ledgers[life] = self._ledgers.pop(life, Ledger())
         return member
 
@@ -117,6 +126,17 @@ class Members:
         departed = [known for known in self._ledgers if self.get(known) is None]
         for forgotten in departed[: max(0, len(departed) - LEDGERS_MAX)]:
             del self._ledgers[forgotten]
+
+    def reserve(self, name: str, now_ns: int) -> int:
+        """The index that this name has, or will have when it joins soon enough."""
+        holder = self._by_name.get(name)
+        if holder is not None:
+            return holder.index
+        index = self._take_index(name, now_ns)
+        self._reserved[name] = now_ns + RESERVE_NS
+        while len(self._reserved) > RESERVED_MAX:  # the oldest: dictionaries keep their order
+            del self._reserved[next(iter(self._reserved))]
+        return index
 
     def known(self, life: Life) -> bool:
         """Is it on record what this life has given?"""
@@ -137,8 +157,13 @@ class Members:
         twins = (m for m in self if m is not member and m.data_seed == member.data_seed)
         return next(twins, None)
 
-    def _take_index(self, name: str) -> int:
+    def _take_index(self, name: str, now_ns: int) -> int:
         taken = {member.index for member in self._by_name.values()}
+        for other, until_ns in list(self._reserved.items()):
+            if until_ns <= now_ns:
+                del self._reserved[other]
+            elif other != name:
+                taken.add(self._index_of[other])
         index = self._index_of.get(name)
         if index is None or index in taken:
             index = next(i for i in range(len(taken) + 1) if i not in taken)

@@ -102,6 +102,10 @@ class SyncerCore:
                 self.rounds.receive(event)
             case ev.TransferFailed():
                 self.rounds.fail(event)
+            case ev.PlaceAsked():
+                index = self.members.reserve(event.name, now)
+                count = self.parameters.learners
+                self._out.append(act.TellPlace(name=event.name, index=index, count=count))
             case ev.Ticked():
                 pass
             case ev.FromLife():

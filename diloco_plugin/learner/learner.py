@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -29,6 +27,7 @@ from diloco_plugin.errors import ConfigError, RefusedError, UnreachableError
 from diloco_plugin.learner.counting import StepCounter, refuse_unsupported, unknown_parameters
 from diloco_plugin.learner.island import Island, detect
 from diloco_plugin.learner.modelconfig import model_config_json
+from diloco_plugin.learner.naming import default_name
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.session import Introduction, Session
 from diloco_plugin.learner.tokens import TokenCounter
@@ -72,7 +71,7 @@ def attach(
         optimizer: the inner optimizer, or a sequence of them. Never changed.
         address: `tcp://host:port` of the syncer; default: the environment variable `DILOCO_SYNCER`.
         name: of this learner; a learner that returns under its name finds its place again. Default:
-            host name and process id.
+            the environment variable `DILOCO_NAME`, else host name and process id.
         run: refuse to join any other run than this one.
         tokens: units of work in a batch (what `forward` was called with); default: ones in
             `attention_mask`, else size of `input_ids`, else samples.
@@ -125,11 +124,6 @@ def attach(
         learner.abandon()
         raise
     return learner
-
-
-def default_name() -> str:
-    """The name of a learner that was given none: host and process."""
-    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 class Learner:
@@ -188,7 +182,9 @@ class Learner:
         problem = ""
         if self._island.leader:
             try:
-                self._open_session(default_address(address), run, data_seed, model_config, model, module)
+                self._open_session(
+                    default_address(address), run, data_seed, model_config, model, module
+                )
             except ConfigError as error:
                 problem = str(error)
         problem = self._island.share_text(problem)
@@ -246,7 +242,9 @@ class Learner:
                 refusal = self._core.link.refusal
                 standing = self._core.link.standing
                 if standing is not Standing.LIVE and refusal is None and required:
-                    self._session.changed.wait(min(WAIT_SECONDS, max(0, deadline - time.monotonic())))
+                    self._session.changed.wait(
+                        min(WAIT_SECONDS, max(0, deadline - time.monotonic()))
+                    )
             if refusal is not None:
                 problem = f"{refusal[0]}: {refusal[1]}"
             elif standing is not Standing.LIVE and required and time.monotonic() >= deadline:
@@ -462,8 +460,12 @@ class Learner:
             place = self._session.place
             assert place is not None
             told = parameters_to(place.parameters) | {"outer_options": {}}
-            text = json.dumps([told, len(place.layout.fragments), place.index, place.count, place.run])
-        told, fragments, self.index, self.count, self.run = json.loads(self._island.share_text(text))
+            text = json.dumps(
+                [told, len(place.layout.fragments), place.index, place.count, place.run]
+            )
+        told, fragments, self.index, self.count, self.run = json.loads(
+            self._island.share_text(text)
+        )
         self._parameters = parameters_from(told, source="the syncer")
         specs = self._census.specs
         if self._parameters.buffers == "local":

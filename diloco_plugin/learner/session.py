@@ -399,7 +399,9 @@ class Session:
             case act.SayTaken():
                 self._control.send(encode(msg.Taken(epoch=epoch)))
             case act.AskClose():
-                self._control.send(encode(msg.CloseRequest(epoch=epoch, fragments=action.fragments)))
+                self._control.send(
+                    encode(msg.CloseRequest(epoch=epoch, fragments=action.fragments))
+                )
             case act.Leave():
                 self._control.send(encode(msg.Goodbye(epoch=epoch)))
             case act.Note():

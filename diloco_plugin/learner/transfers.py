@@ -186,7 +186,9 @@ class Transfers:
         if not self._greeted:
             return
         for first, count in fetch.receiver.wants():
-            want = Want(kind="fetch", fragment=fragment, key=fetch.version, first=first, count=count)
+            want = Want(
+                kind="fetch", fragment=fragment, key=fetch.version, first=first, count=count
+            )
             self._send(encode(want))
 
     def take(self, frames: list[Any]) -> None:

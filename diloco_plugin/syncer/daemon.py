@@ -90,6 +90,7 @@ class Syncer:
         self._routes: dict[Life, bytes] = {}
         self._lives: dict[bytes, Life] = {}
         self._closing_rounds: set[int] = set()
+        self._asking = b""
         self._strange: Counter[str] = Counter()
         self._stopped = False
         self._publisher = self._make_publisher()
@@ -218,6 +219,10 @@ class Syncer:
         now = time.monotonic_ns()
         if isinstance(message, msg.StatusRequest):
             self._door.send(route, encode(msg.Status(body=self.status())))
+            return
+        if isinstance(message, msg.PlaceRequest):
+            self._asking = route
+            self._step(ev.PlaceAsked(now_ns=now, name=message.name))
             return
         if isinstance(message, msg.Hello):
             self._hello(route, message, now)
@@ -352,6 +357,7 @@ class Syncer:
         return {
             act.Admit: self._admit,
             act.Refuse: self._refuse,
+            act.TellPlace: self._tell_place,
             act.AskHello: lambda a: self._send(a.life, msg.HelloRequired(epoch=self._core.epoch)),
             act.Probe: lambda a: self._send(a.life, msg.Probe(nonce=a.nonce)),
             act.Dismiss: self._dismiss,
@@ -407,6 +413,9 @@ class Syncer:
         )
         log.info("learner %s joins as %d of %d", action.life, action.index, action.count)
         self._send(action.life, welcome)
+
+    def _tell_place(self, action: act.TellPlace) -> None:
+        self._door.send(self._asking, encode(msg.Place(index=action.index, count=action.count)))
 
     def _refuse(self, action: act.Refuse) -> None:
         log.warning("learner %s is turned away (%s): %s", action.life, action.code, action.text)

@@ -115,6 +115,12 @@ class Goodbye(Message, frozen=True):
     epoch: Count
 
 
+class PlaceRequest(Message, frozen=True):
+    """Which part of the data is mine? Anyone may ask before it joins."""
+
+    name: Name
+
+
 class StatusRequest(Message, frozen=True):
     """Anyone may ask."""
 
@@ -222,6 +228,13 @@ class Warn(Message, frozen=True):
     text: Text
 
 
+class Place(Message, frozen=True):
+    """The answer to PlaceRequest; `count` is 0 when the syncer was not told how many there are."""
+
+    index: Count
+    count: Count
+
+
 class Status(Message, frozen=True):
     """The answer to StatusRequest: a plain tree for people and programs."""
 
@@ -271,10 +284,10 @@ class Gone(Message, frozen=True):
 
 ToSyncer: TypeAlias = (
     Hello | Heartbeat | Progress | Offer | Taken | ProbeAnswer | CloseRequest | Goodbye
-    | StatusRequest
+    | PlaceRequest | StatusRequest
 )  # fmt: skip
 ToLearner: TypeAlias = (
     Welcome | Refuse | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce | Fate
-    | Probe | Fence | RunComplete | GoingAway | Warn | Status
+    | Probe | Fence | RunComplete | GoingAway | Warn | Place | Status
 )  # fmt: skip
 Bulk: TypeAlias = BulkHello | Want | Chunk | Gone

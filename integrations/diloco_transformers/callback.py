@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from accelerate.state import AcceleratorState
+from accelerate.state import PartialState
 from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
 
@@ -215,7 +215,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
 
 def _refuse_sharded() -> None:
     """Raise UnsupportedError if Accelerate, set up by the Trainer, spreads the model over ranks."""
-    kind = str(AcceleratorState().distributed_type.value)
+    kind = str(PartialState().distributed_type.value)
     if kind in _REFUSED:
         raise UnsupportedError(
             f"a Trainer under {kind} cannot be a learner: {_REFUSED[kind]}. Train with DDP"

@@ -131,9 +131,7 @@ def test_evaluations_send_nothing_and_count_nothing(tmp_path: Path, syncer: Sync
     assert merged[0] == 0
 
 
-def test_two_trainings_of_one_trainer_count_every_step_once(
-    tmp_path: Path, syncer: Syncer
-) -> None:
+def test_two_trainings_of_one_trainer_count_every_step_once(tmp_path: Path, syncer: Syncer) -> None:
     callback = DiLoCoCallback(syncer.address, name="again")
     trainer = tiny.trainer_of(tmp_path, 4, [callback])
     trainer.train()
@@ -216,9 +214,7 @@ def remembered(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_a_resumed_training_goes_on_counting(
-    tmp_path: Path, syncer: Syncer, restore: bool
-) -> None:
+def test_a_resumed_training_goes_on_counting(tmp_path: Path, syncer: Syncer, restore: bool) -> None:
     first = tiny.trainer_of(
         tmp_path, 3, [DiLoCoCallback(syncer.address)], save_strategy="steps", save_steps=3
     )

@@ -22,9 +22,7 @@ def exporting(folder: Path, **config: Any) -> dict[str, Any]:
 
 
 def test_a_trainer_gives_its_progress_and_ends_with_the_global_model(tmp_path: Path) -> None:
-    with running_syncer(
-        sync_every=4, fragments=2, overlap=2, config=exporting(tmp_path)
-    ) as syncer:
+    with running_syncer(sync_every=4, fragments=2, overlap=2, config=exporting(tmp_path)) as syncer:
         callback = DiLoCoCallback(syncer.address, name="hf")
         trainer = tiny.trainer_of(tmp_path, 30, [callback])
         trainer.train()

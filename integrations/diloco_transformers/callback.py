@@ -86,6 +86,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         self._close_timeout = close_timeout
         self._data_seed = data_seed
         self._learner: Learner | None = None
+        self._graph_alive = False
 
     @property
     def learner(self) -> Learner | None:
@@ -147,8 +148,13 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
             self._learner.load_state_dict(saved)
         self._note(state)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """From here on some trainers log in the middle of a forward pass."""
+        self._graph_alive = True
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Act: the step is done, no graph is alive, and no other callback has seen the step yet."""
+        self._graph_alive = False
         learner = self._training()
         if learner is not None:
             learner.expect_step()
@@ -169,6 +175,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave if an evaluation, or a callback behind us, stopped the training since."""
+        self._graph_alive = False
         self._leave_if(control.should_training_stop)
         self._note(state)
 
@@ -179,7 +186,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         logs = {} if logs is None else logs
         if self._learner is None or any(key.startswith(_EVALUATION) for key in logs):
             return
-        self._leave_if(control.should_training_stop or logs.keys() >= _LAST_LOG)
+        if not self._graph_alive:
+            self._leave_if(control.should_training_stop or logs.keys() >= _LAST_LOG)
         self._note(state)
         metrics = self._learner.metrics()
         logs.update(metrics)

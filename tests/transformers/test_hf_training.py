@@ -11,7 +11,7 @@ import hf_tiny as tiny
 import pytest
 import torch
 from diloco_transformers import DiLoCoCallback
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from diloco_plugin.errors import RefusedError, UnreachableError
 from tests.syncers import running_syncer
@@ -176,6 +176,24 @@ def test_a_training_stopped_behind_our_back_ends_with_the_global_model(
         )
         trainer.train()
     assert trainer.state.global_step < 20 or event == "on_log"
+    assert tiny.same(tiny.weights(trainer.model), tiny.stored(tmp_path / "global.safetensors"))
+
+
+class Chatty(Trainer):
+    """Logs in the middle of a forward pass, as trainers of TRL do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *more, **named)
+        self.log({"chat": 1.0})
+        return loss
+
+
+def test_a_log_in_the_middle_of_the_last_step_breaks_no_graph(tmp_path: Path) -> None:
+    with running_syncer(sync_every=4, fragments=2, config=exporting(tmp_path)) as syncer:
+        callbacks = [StopsAfterUs("on_step_begin", 3), DiLoCoCallback(syncer.address)]
+        trainer = tiny.trainer_of(tmp_path, 9, callbacks, kind=Chatty)
+        trainer.train()
+    assert trainer.state.global_step == 4
     assert tiny.same(tiny.weights(trainer.model), tiny.stored(tmp_path / "global.safetensors"))
 
 

@@ -21,7 +21,7 @@ def running_syncer(
     config: Any = None,
     **parameters: Any,
 ) -> Iterator[Syncer]:
-    """A syncer that serves until the block ends. `config` holds keyword arguments of SyncerConfig."""
+    """A syncer that serves until the block ends. `config`: keyword arguments of SyncerConfig."""
     values = parameters_from(parameters, preset=preset, source="the test")
     syncer = Syncer(SyncerConfig(bind=bind, parameters=values, **(config or {})))
     failures: list[BaseException] = []

@@ -36,8 +36,8 @@ from diloco_plugin.tensors.layout import BUFFER, Layout, build_layout, census
 log = logging.getLogger("diloco.learner")
 
 WAIT_SECONDS: Final = 0.05
-#: Steps that a framework reports before it is believed that the optimizer has no hooks that fire. AMP
-#: skips the first ones, but no more than it takes to halve its initial scale of 2**16 down to 1.
+#: Steps that a framework reports before it is believed that the optimizer has no hooks that fire.
+#: AMP skips the first ones, but no more than it takes to halve its initial scale of 2**16 to 1.
 UNSEEN_STEPS: Final = 20
 #: Opcodes of the plan that rank 0 of an island shares at every boundary.
 _APPLY, _BLEND, _CAPTURE, _RESTORE, _LAY_OUT, _STOP = range(1, 7)
@@ -134,8 +134,8 @@ class Learner:
 
     Attributes:
         index, count: place among the learners, told by the syncer, for sharding data.
-        should_stop: the run has reached its last step; a loop may end. As of the last boundary: all ranks
-            of an island say the same between two of them.
+        should_stop: the run has reached its last step; a loop may end. As of the last boundary, so
+            that all ranks of an island say the same.
     """
 
     def __init__(
@@ -302,8 +302,8 @@ class Learner:
     def expect_step(self) -> None:
         """The framework says that an optimizer stepped: for adapters, before `boundary()`.
 
-        If none did (AMP skipped it), the work counted for it is dropped. If none ever does, no hook sees
-        this optimizer's steps: one warning, and from then on these calls count.
+        If none did (AMP skipped it), the work counted for it is dropped. If none ever does, no hook
+        sees this optimizer's steps: one warning, and from then on these calls count.
         """
         if self._counter.moved:
             return
@@ -315,8 +315,9 @@ class Learner:
             return
         if self._unseen == UNSEEN_STEPS:
             log.warning(
-                "the trainer has stepped %d times, but no step hook of an optimizer (%s) ever fired: from now"
-                " on the trainer's steps count, also those that did not move the parameters.",
+                "the trainer has stepped %d times, but no step hook of an optimizer (%s) ever fired:"
+                " from now on the trainer's steps count, even those that did not move the"
+                " parameters.",
                 self._unseen,
                 ", ".join(type(optimizer).__name__ for optimizer in self._optimizers) or "none",
             )

@@ -334,7 +334,8 @@ class Leave(Action):
 
 SyncerAction: TypeAlias = (
     Admit | Refuse | TellPlace | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive
-    | Discard | Fold | Merge | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note | Stop
+    | Discard | Fold | Merge | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note
+    | Stop
 )  # fmt: skip
 LearnerAction: TypeAlias = (
     Apply | Snapshot | CaptureBase | Restore | Offer | Unstage | Forfeit | Fetch | Release

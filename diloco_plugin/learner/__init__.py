@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_plugin.learner.learner import Learner, attach
+from diloco_plugin.learner.attaching import attach
+from diloco_plugin.learner.learner import Learner
 
 __all__ = ["Learner", "attach"]

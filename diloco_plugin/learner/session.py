@@ -1,7 +1,7 @@
 """The I/O thread of a learner: owns the sockets, carries out what needs no parameters.
 
-The training thread never touches a socket. The two threads share the learner core under one lock, held for
-microseconds; buffers change hands through it.
+The training thread never touches a socket. The two threads share the learner core under one lock,
+held for microseconds; buffers change hands through it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.errors import ConfigError, LayoutError, WireError
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.transfers import Transfers
+from diloco_plugin.learner.translation import event_of, message_of
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Line, new_context
@@ -108,6 +109,11 @@ class Session:
         self._thread.start()
 
     # ---- training thread ----
+
+    @property
+    def chunks_moved(self) -> int:
+        """Grows while bytes come or go."""
+        return self._transfers.moved if self._transfers is not None else 0
 
     @property
     def address(self) -> str:
@@ -260,42 +266,11 @@ class Session:
                     )
                 )
             case _:
-                event = self._event(message, now)
+                if isinstance(message, msg.Announce):
+                    self._codecs[message.fragment] = (message.version, message.codec)
+                event = event_of(message, now)
                 if event is not None:
                     self._step(event)
-
-    def _event(self, message: msg.ToLearner, now: int) -> ev.LearnerEvent | None:
-        match message:
-            case msg.Pull():
-                return ev.Pulled(
-                    now_ns=now,
-                    round=message.round,
-                    fragment=message.fragment,
-                    closing=message.closing,
-                )
-            case msg.Announce():
-                self._codecs[message.fragment] = (message.version, message.codec)
-                return ev.Announced(
-                    now_ns=now,
-                    fragment=message.fragment,
-                    version=message.version,
-                    clock=message.clock,
-                )
-            case msg.SeedRequest():
-                return ev.SeedAsked(now_ns=now)
-            case msg.Refuse():
-                return ev.TurnedAway(now_ns=now, code=message.code, text=message.text)
-            case msg.HelloRequired():
-                return ev.Strange(now_ns=now)
-            case msg.RunComplete():
-                return ev.RunCompleted(now_ns=now, reason=message.reason)
-            case msg.GoingAway():
-                return ev.Lost(now_ns=now, reason=message.reason, deliberate=True)
-            case msg.Fence():
-                return ev.Lost(now_ns=now, reason=message.reason)
-            case msg.HeartbeatAnswer():
-                return ev.SyncerHeard(now_ns=now)
-        return None
 
     def _welcome(self, welcome: msg.Welcome, now: int) -> None:
         place = self._read_place(welcome)
@@ -383,32 +358,15 @@ class Session:
             case act.Reconnect():
                 self._control.reopen()
                 self._greeted = False
-            case act.Beat():
-                self._control.send(encode(msg.Heartbeat(epoch=epoch)))
-            case act.Report():
-                self._control.send(
-                    encode(
-                        msg.Progress(
-                            epoch=epoch,
-                            clock=action.clock,
-                            step_ns=action.step_ns,
-                            tokens=action.tokens,
-                        )
-                    )
-                )
-            case act.SayTaken():
-                self._control.send(encode(msg.Taken(epoch=epoch)))
-            case act.AskClose():
-                self._control.send(
-                    encode(msg.CloseRequest(epoch=epoch, fragments=action.fragments))
-                )
-            case act.Leave():
-                self._control.send(encode(msg.Goodbye(epoch=epoch)))
             case act.Note():
                 log.warning("%s", action.text)
             case act.ServeSeed():
                 assert self._transfers is not None
                 self._transfers.serve_seed()
+            case _:
+                message = message_of(action, epoch)
+                assert message is not None, f"{action} is for the training thread"
+                self._control.send(encode(message))
 
     def _hello(self, action: act.SayHello) -> None:
         me = self._introduction

@@ -1,4 +1,4 @@
-"""Bytes in and out on the learner's side: pushes and seeds out, announced fragments in, all on credit.
+"""Bytes in and out on the learner's side: pushes and seeds out, announced fragments in, on credit.
 
 Belongs to the I/O thread. It knows buffers and chunks; what they are for is the core's business.
 """
@@ -52,7 +52,7 @@ class Incoming:
 
 
 class Transfers:
-    """All transfers of one learner. `pushed(fragment)` and `fetched(...)` tell the session what ended."""
+    """All transfers of one learner. The callbacks tell the session what has ended."""
 
     def __init__(
         self,
@@ -63,6 +63,8 @@ class Transfers:
         fetch_done: Callable[[int, int, Buffer], None],
         fetch_gone: Callable[[int, int], None],
     ) -> None:
+        #: chunks that came or went
+        self.moved = 0
         self._line = line
         self._replica = replica
         self._push_done = push_done
@@ -150,6 +152,7 @@ class Transfers:
             self.withdraw(want.key)
 
     def _send_chunk(self, want: Want, index: int, push: Outgoing | None) -> None:
+        self.moved += 1
         elements = self._replica.layout.fragments[want.fragment].elements
         start, stop = chunk_bounds(index, elements)
         if push is None:
@@ -227,6 +230,7 @@ class Transfers:
             self._grant(chunk.fragment, fetch)
             raise
         fetch.receiver.receive(chunk.index)
+        self.moved += 1
         raw = torch.frombuffer(payload, dtype=torch.uint8)
         fetch.codec.decode(raw, fetch.buffer.flat[start:stop])
         if fetch.receiver.complete:

@@ -32,6 +32,7 @@ from diloco_plugin.net.sockets import Door, Sent, new_context
 from diloco_plugin.syncer.bulk import Bulk
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
+from diloco_plugin.syncer.translation import event_of
 from diloco_plugin.tensors.layout import (
     BUFFER,
     TensorSpec,
@@ -232,40 +233,9 @@ class Syncer:
         if life is None or epoch != self._core.epoch:
             self._door.send(route, encode(msg.HelloRequired(epoch=self._core.epoch)))
             return
-        self._step(self._event(message, life, now))
-
-    def _event(self, message: msg.ToSyncer, life: Life, now: int) -> ev.SyncerEvent:
-        match message:
-            case msg.Progress():
-                return ev.Progressed(
-                    now_ns=now,
-                    life=life,
-                    clock=message.clock,
-                    step_ns=message.step_ns,
-                    tokens=message.tokens,
-                )
-            case msg.Offer():
-                return ev.Offered(
-                    now_ns=now,
-                    life=life,
-                    round=message.round,
-                    fragment=message.fragment,
-                    base=message.base,
-                    steps=message.steps,
-                    tokens=message.tokens,
-                    nothing=message.nothing,
-                )
-            case msg.Taken():
-                return ev.TookModel(now_ns=now, life=life)
-            case msg.ProbeAnswer():
-                return ev.ProbeAnswered(now_ns=now, life=life, nonce=message.nonce)
-            case msg.CloseRequest():
-                return ev.CloseAsked(now_ns=now, life=life, fragments=message.fragments)
-            case msg.Goodbye():
-                return ev.Left(now_ns=now, life=life)
-            case _:
-                self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
-                return ev.Heard(now_ns=now, life=life)
+        if isinstance(message, msg.Heartbeat):
+            self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
+        self._step(event_of(message, life, now))
 
     def _hello(self, route: bytes, hello: msg.Hello, now: int) -> None:
         life = Life(hello.name, hello.incarnation)

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: the invariants of `diloco_plugin.testing` hold, and it ends."""
+"""Whatever happens, in whatever order: the invariants of the simulated world hold, and it ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.core.syncer import RunState
 from diloco_plugin.testing import World
 
-NAMES = ("a", "b", "c", "d")
-
 
 class Chaos(RuleBasedStateMachine):
     """Learners come, go, pause, break and return; networks and syncers too."""
 
     lockstep = False
+    names = ("a", "b", "c", "d")
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -57,11 +56,12 @@ class Chaos(RuleBasedStateMachine):
         self.world = World(parameters, fragments=fragments, seed=seed, steps=steps, **world)
 
     @rule(
-        name=st.sampled_from(NAMES),
-        step_ms=st.sampled_from((1.0, 40.0, 100.0, 700.0)),
+        data=st.data(),
+        step_ms=st.sampled_from((10.0, 40.0, 100.0, 700.0)),
         steps=st.sampled_from((None, None, 7, 33)),
     )
-    def starts(self, name: str, step_ms: float, steps: int | None) -> None:
+    def starts(self, data: st.DataObject, step_ms: float, steps: int | None) -> None:
+        name = data.draw(st.sampled_from(self.names))
         if name not in self.world.learners:
             self.world.learner(name, step_ms=step_ms, steps=steps)
 
@@ -126,7 +126,8 @@ class Chaos(RuleBasedStateMachine):
             merged = core.rounds.merged
             world.merge_failures = 0.0
             world.run(30.0)
-            assert core.rounds.merged > merged or not world.learners, "nothing is merged any more"
+            complete = not self.lockstep or len(world.learners) == 2
+            assert core.rounds.merged > merged or not complete, "nothing is merged any more"
             assert all(m.stage is Stage.LIVE for m in core.members)
         staying = list(world.learners.values())
         for learner in staying:
@@ -145,6 +146,7 @@ class LockstepChaos(Chaos):
     """The same, with everybody waiting for everybody."""
 
     lockstep = True
+    names = ("a", "b")
 
 
 @pytest.mark.parametrize("machine", [Chaos, LockstepChaos])
@@ -152,7 +154,7 @@ def test_invariants_hold_whatever_happens(machine: type[Chaos]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=50,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

@@ -86,8 +86,8 @@ class SyncerConfig:
             Address.parse(self.bind)
         except ConfigError as error:
             return f"bind={self.bind!r} is wrong. {error}"
-        if not 1 <= len(self.run) <= 128:
-            return f"run={self.run!r} is not a name: use 1 to 128 characters."
+        if not re.fullmatch(r"[\w.-]{1,128}", self.run):
+            return f"run={self.run!r} is not a name: use 1 to 128 letters, digits, '.', '_' or '-'."
         if self.steps < 0:
             return f"steps={self.steps} is negative: use 0 to run until told to stop."
         if self.export and not self.export.endswith(".safetensors"):

@@ -215,8 +215,8 @@ class SyncerCore:
                 act.Caution(
                     life=member.life,
                     text=f"learner {twin.life.name!r} draws its data with the same seed"
-                    f" ({member.data_seed}): averaging two equal runs teaches nothing; set another"
-                    " data seed or use diloco_plugin.shard().",
+                    f" ({member.data_seed}): if the data are the same too, averaging two equal runs"
+                    " teaches nothing; set another data seed or use diloco_plugin.shard().",
                 )
             )
 

@@ -90,10 +90,10 @@ class Learner:
             except ConfigError as error:
                 problem = str(error)
         problem = self._island.share_text(problem)
+        self._turns = Turns(self._census, optimizers, self._island, self._core, self._session)
         if problem:  # on all ranks: those that do not speak would wait for ever
             self.abandon()
             raise ConfigError(problem)
-        self._turns = Turns(self._census, optimizers, self._island, self._core, self._session)
 
     def _open_session(
         self,
@@ -312,6 +312,7 @@ class Learner:
             if self.connected:  # so that rounds do not wait for it, and its name is free again
                 self._session.post([act.Leave()])
             self._session.close()
+        self._turns.replica = None  # a learner that has left must not hold a copy of the model
         self._island.close()
 
     def __enter__(self) -> Learner:

@@ -153,6 +153,7 @@ class Session:
         self._stopping = True
         self._waker.wake()
         self._thread.join(JOIN_SECONDS)
+        self._replica = self._transfers = None
 
     # ---- I/O thread ----
 

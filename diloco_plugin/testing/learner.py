@@ -155,8 +155,9 @@ class Learner:
             self.wire.open = False
             self.wire.drains = self.world.random.random() < 0.5
             self.wire = None
-        if self.world.learners.get(self.life.name) is self:
-            del self.world.learners[self.life.name]
+        for label, learner in list(self.world.learners.items()):
+            if learner is self:
+                del self.world.learners[label]
 
     def send(self, event: ev.SyncerEvent, *, any_epoch: bool = False) -> None:
         """Send a message to the syncer, if there is a connection."""

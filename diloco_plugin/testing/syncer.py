@@ -57,6 +57,8 @@ class Syncer:
             self.routes.setdefault(event.life, wire)
             self.send(event.life, ev.Strange(now_ns=0))
             return
+        if isinstance(event, ev.Heard):
+            self.send(event.life, ev.SyncerHeard(now_ns=0))
         self.step(event)
 
     def send(self, life: Life, event: ev.LearnerEvent) -> None:

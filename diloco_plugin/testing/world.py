@@ -95,17 +95,21 @@ class World:
         steps: int | None = None,
         data_seed: int | None = None,
         norm: float = 1.0,
+        label: str = "",
     ) -> Learner:
-        """Start a learner (again); it finishes after so many steps."""
+        """Start a learner (again); it finishes after so many steps.
+
+        `label` tells two processes apart that use the same name.
+        """
         learner = Learner(self, name, step_ms, steps, data_seed, norm)
-        self.learners[name] = learner
+        self.learners[label or name] = learner
         learner.connect()
         learner.turn()
         return learner
 
     def crash(self, name: str) -> None:
         """A learner's process dies; nobody is told."""
-        self.learners.pop(name).die()
+        self.learners[name].die()
 
     def cut(self, name: str, *, silent: bool = False) -> None:
         """A learner's connection breaks and cannot be made; `silent`: nobody notices at first."""
@@ -145,8 +149,7 @@ class World:
 
     def by_life(self, life: Life) -> Learner | None:
         """The running learner of this life."""
-        learner = self.learners.get(life.name)
-        return learner if learner is not None and learner.life == life else None
+        return next((one for one in self.learners.values() if one.life == life), None)
 
     def travel_ns(self, wire: Wire, direction: str) -> int:
         """How long a message takes; none overtakes another."""

@@ -117,7 +117,7 @@ def test_the_printed_configuration_is_a_file_that_gives_the_same_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], served: list[SyncerConfig]
 ) -> None:
     odd = 'quote " backslash \\ newline \n umlaut ü DEL \x7f emoji \N{SNOWMAN}'
-    arguments = ["syncer", "--preset", "finetune", "--run", odd, "--outer-lr", "1e-05"]
+    arguments = ["syncer", "--preset", "finetune", "--init", odd, "--outer-lr", "1e-05"]
     arguments += ["--outer-options", '{"dampening": 0.5, "foreach": false}', "--steps", "7"]
     assert main([*arguments, "--print-config"]) == 0
     assert served == []

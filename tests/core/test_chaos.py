@@ -72,7 +72,7 @@ class Chaos(RuleBasedStateMachine):
     @precondition(lambda self: self.world.learners)
     @rule(data=st.data(), what=st.sampled_from(
         ("crash", "cut", "silent", "mend", "pause", "go on", "finish", "nan", "explode", "corrupt",
-         "replace")
+         "replace", "rival")
     ))  # fmt: skip
     def something_happens_to(self, data: st.DataObject, what: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.world.learners)))
@@ -83,6 +83,8 @@ class Chaos(RuleBasedStateMachine):
             case "replace":
                 self.world.crash(name)
                 self.world.learner(name, step_ms=50)
+            case "rival":
+                self.world.learner(learner.life.name, step_ms=50, label=f"{name}'")
             case "cut" | "silent":
                 self.world.cut(name, silent=what == "silent")
             case "mend":
@@ -121,20 +123,23 @@ class Chaos(RuleBasedStateMachine):
             world.mend(name)
             learner.paused, learner.finite, learner.norm, learner.corrupt = False, True, 1.0, 0
         world.run(30.0)
+        staying = list(world.learners.values())
         core = world.syncer.core
         if core.state is RunState.RUNNING and world.learners:
             merged = core.rounds.merged
             world.merge_failures = 0.0
             world.run(30.0)
-            complete = not self.lockstep or len(world.learners) == 2
+            complete = not self.lockstep or len({one.life.name for one in staying}) == 2
             assert core.rounds.merged > merged or not complete, "nothing is merged any more"
             assert all(m.stage is Stage.LIVE for m in core.members)
-        staying = list(world.learners.values())
         for learner in staying:
             learner.finish()
         world.run(40.0)
         assert not world.learners
-        assert all(learner.left or learner.core.complete for learner in staying), "no way out"
+        assert all(
+            learner.left or learner.core.complete or learner.core.link.refusal
+            for learner in staying
+        ), "no way out"
         assert not core.rounds.flights
         assert core.rounds.pending() == 0
         if core.state is not RunState.STOPPED:

@@ -242,6 +242,9 @@ def _save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         save_file(whole, str(path), metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:  # also for a full disk
         raise OSError(f"cannot write {path}: {error}") from error
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # safetensors makes it readable by its owner only
 
 
 @contextlib.contextmanager

@@ -175,3 +175,10 @@ def test_the_names_of_an_adapter_come_without_the_adapters_name() -> None:
     }
     assert list(adapter_tensors(dict.fromkeys(names, one))) == list(names.values())
     assert list(adapter_tensors({"m.q.lora_B.mine.weight": one})) == ["m.q.lora_B.weight"]
+
+
+def test_a_model_file_is_as_readable_as_any_other_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.safetensors", {"w": torch.zeros(2)})
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (tmp_path / "model.safetensors").stat().st_mode == plain.stat().st_mode

@@ -6,7 +6,9 @@ held for microseconds; buffers change hands through it.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -107,6 +109,8 @@ class Session:
         self._poll.add(self._waker)
         self._thread = threading.Thread(target=self._run, name="diloco-io", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
 
     # ---- training thread ----
 
@@ -150,9 +154,18 @@ class Session:
 
     def close(self) -> None:
         """Send what is queued, close the sockets, end the thread. Never hangs."""
+        atexit.unregister(self._at_exit)
         self._stopping = True
         self._waker.wake()
         self._thread.join(JOIN_SECONDS)
+
+    def _at_exit(self) -> None:
+        """The program ends and nobody closed this learner: rounds must not wait for it."""
+        if os.getpid() != self._process:  # a fork has none of our threads
+            return
+        if self.core.link.connected:
+            self.post([act.Leave()])
+        self.close()
         self._replica = self._transfers = None
 
     # ---- I/O thread ----

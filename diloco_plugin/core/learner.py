@@ -22,10 +22,7 @@ class LearnerCore:
     def __init__(
         self, *, incarnation: str, staging: int = 2, arrivals: int = 2, now_ns: int = 0
     ) -> None:
-        """A learner that knows nobody yet.
-
-        `staging`, `arrivals`: buffers that the shell has of each.
-        """
+        """A learner that knows nobody yet; `staging`, `arrivals`: the shell's buffers of each."""
         self.link = Link(incarnation, now_ns)
         self.parameters: Parameters | None = None
         self._lockstep, self._overlap = False, 0
@@ -302,6 +299,8 @@ class LearnerCore:
                 self._seed_serving = False
                 if event.version > part.announced:
                     part.announced, part.clock = event.version, event.clock
+                elif event.version == part.base:  # the clock is the news
+                    self.clock = max(self.clock, event.clock)
             case ev.Arrived() if part.fetching == event.version:
                 part.fetching, part.arrived = None, event.version
             case ev.FetchFailed() if part.fetching == event.version:
@@ -360,8 +359,9 @@ class LearnerCore:
         self._let_go()
         self.link.lose(self._now_ns, deliberate=deliberate)
         if known:
-            text = f"lost the syncer ({reason}); training goes on, looking for it"
-            self._out.append(act.Note(text=text))
+            self._out.append(
+                act.Note(text=f"lost the syncer ({reason}); training on, looking for it")
+            )
 
     def _let_go(self) -> None:
         """What was on its way is void: the buffers are free again (those of pushes by PushSent)."""
@@ -382,18 +382,14 @@ class LearnerCore:
             case Duty.BEAT:
                 self._out.append(act.Beat())
             case Duty.CALL:
-                held = tuple(part.base for part in self.parts)
-                versions = held if held and min(held) >= 0 else ()
+                whole = all(part.base >= 0 for part in self.parts)
+                versions = tuple(part.base for part in self.parts) if whole else ()
                 self._out.append(
                     act.SayHello(epoch=self.link.epoch, versions=versions, clock=self.clock)
                 )
             case Duty.DEAD:
                 self._lose("it has been silent for a whole lease")
                 self._out.append(act.Reconnect())
-            case Duty.NOTHING:
-                pass
-
-    # ---- looking in ----
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Final
 
 from .events import Life
+from .parameters import Parameters
 from .parameters import SECOND_NS
 
 #: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
@@ -57,6 +58,8 @@ class Member:
     moved_ns: int
     stage: Stage
     clock: int
+    #: newest clock of the run that it was told because its own had fallen behind
+    carried: int = 0
     step_ns: int = 0
     tokens: int = 0
     data_seed: int | None = None
@@ -149,6 +152,15 @@ class Members:
     def in_stage(self, *stages: Stage) -> list[Member]:
         """Members in any of these stages, sorted by name."""
         return [member for member in self if member.stage in stages]
+
+    def training(self, now_ns: int, parameters: Parameters) -> list[Member]:
+        """Live members whose clocks count: nobody waits for the others, lockstep aside."""
+        return [
+            member
+            for member in self.in_stage(Stage.LIVE)
+            if not member.closing
+            and (parameters.lockstep or not member.quiet(now_ns, parameters.lease_ns))
+        ]
 
     def twin_of(self, member: Member) -> Member | None:
         """Another member that draws its data in the same order."""

@@ -41,10 +41,13 @@ class Rounds:
         self.quorum_ns = 0
         self.sync_ns = 0
         self._norms: list[Norms] = []
+        #: by fragment, whether its version came out of a closing round: it travels in fp32
+        self._exact: list[bool] = []
 
     def lay_out(self, fragments: int) -> None:
         """The run's model is known now: it has so many fragments."""
         self.versions = [0] * fragments
+        self._exact = [False] * fragments
         self._norms = [Norms() for _ in range(fragments)]
 
     # ---- opening ----
@@ -338,11 +341,10 @@ class Rounds:
             if member is not None:
                 member.rounds_joined += 1
             self._tell(life, number, fragment, Fate.MERGED, f"version {self.versions[fragment]}")
-        self.announce(
-            fragment, self._members.in_stage(Stage.LIVE, Stage.TAKING), flight.clock, flight.closing
-        )
+        self._exact[fragment] = flight.closing
+        self.announce(fragment, self._members.in_stage(Stage.LIVE, Stage.TAKING), flight.clock)
 
-    def announce(self, fragment: int, members: list[Member], clock: int, exact: bool) -> None:
+    def announce(self, fragment: int, members: list[Member], clock: int) -> None:
         """Tell these members about the current version of a fragment."""
         if members:
             self._emit(
@@ -351,7 +353,7 @@ class Rounds:
                     fragment=fragment,
                     version=self.versions[fragment],
                     clock=clock,
-                    exact=exact,
+                    exact=self._exact[fragment],
                 )
             )
 

@@ -211,14 +211,8 @@ class SyncerCore:
         self._welcome(member, knock, keep=keep)
         twin = self.members.twin_of(member)
         if twin is not None:
-            self._out.append(
-                act.Caution(
-                    life=member.life,
-                    text=f"learner {twin.life.name!r} draws its data with the same seed"
-                    f" ({member.data_seed}): if the data are the same too, averaging two equal runs"
-                    " teaches nothing; set another data seed or use diloco_plugin.shard().",
-                )
-            )
+            text = policy.caution_about_twin(twin.life.name, member.data_seed)
+            self._out.append(act.Caution(life=member.life, text=text))
 
     def _readmit(self, member: Member, knock: Knocked, now: int) -> None:
         """The same life comes back over a new connection: what was on the old one is lost."""
@@ -260,7 +254,7 @@ class SyncerCore:
         member.stage = Stage.LIVE
         for fragment, version in enumerate(self.rounds.versions):
             if version > knock.versions[fragment]:
-                self.rounds.announce(fragment, [member], self.clock, exact=False)
+                self.rounds.announce(fragment, [member], self.clock)
 
     # ---- the model ----
 
@@ -278,7 +272,7 @@ class SyncerCore:
             for member in waiting:
                 member.stage = Stage.TAKING
                 for fragment in range(len(self.rounds.versions)):
-                    self.rounds.announce(fragment, [member], self.clock, exact=False)
+                    self.rounds.announce(fragment, [member], self.clock)
 
     def _seed_received(self, member: Member) -> None:
         if member.stage is not Stage.SEEDING or self.state is not RunState.SEEDING:
@@ -288,7 +282,7 @@ class SyncerCore:
         self._out.append(act.Note(text=f"learner {member.life.name!r} brought the model"))
         # it holds version 0, but must know that we do: it may not leave before
         for fragment in range(len(self.rounds.versions)):
-            self.rounds.announce(fragment, [member], self.clock, exact=False)
+            self.rounds.announce(fragment, [member], self.clock)
 
     def _unseed(self) -> None:
         """The seeder is gone before its model was here: the next one that waits seeds the run."""
@@ -349,12 +343,7 @@ class SyncerCore:
             self._out.append(act.Stop(lives=lives, reason=self._stop_reason))
 
     def _advance(self, now: int) -> None:
-        training = [
-            member
-            for member in self.members.in_stage(Stage.LIVE)
-            if not member.closing
-            and (self.parameters.lockstep or not member.quiet(now, self.parameters.lease_ns))
-        ]
+        training = self.members.training(now, self.parameters)
         if self.parameters.lockstep:
             self._assembled = self._assembled or len(training) >= self.parameters.learners
             # whoever still takes the model must find the clock where it was told that it stands
@@ -363,12 +352,27 @@ class SyncerCore:
                 return
         before, clocks = self.clock, [member.clock for member in training]
         self.clock = policy.advance_clock(before, clocks, self.parameters.wanted)
+        if self.clock == before and not self.parameters.lockstep:
+            self._carry(training)
         if self.clock > before:
             fragments = len(self.rounds.versions)
             upto = min(self.clock, self.steps) if self.steps else self.clock
             self.rounds.enqueue(policy.due_between(before, upto, self.parameters, fragments))
         if self.steps and self.clock >= self.steps:
             self._end(now)
+
+    def _carry(self, training: list[Member]) -> None:
+        """Tell those behind a standing clock where it stands, once: no round may come to tell them.
+
+        The clock stood with others who are gone now, or moved while these were joining.
+        """
+        behind = [member for member in training if member.clock < self.clock]
+        needed = policy.effective_quorum(self.parameters.wanted, len(training))
+        if len(training) - len(behind) < needed:
+            unaware = [member for member in behind if member.carried < self.clock]
+            for member in unaware:
+                member.carried = self.clock
+            self.rounds.announce(0, unaware, self.clock)
 
     def _end(self, now: int) -> None:
         """T is reached: learners close, then the run is over."""

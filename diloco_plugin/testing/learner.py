@@ -248,6 +248,8 @@ class Learner:
                     )
                 )
             case act.SayTaken():
+                if self.core.link.epoch == self.world.syncer.core.epoch:
+                    self.world.syncer.taken.add(life)
                 self.send(ev.TookModel(now_ns=now, life=life))
             case act.AskClose():
                 self.send(ev.CloseAsked(now_ns=now, life=life, fragments=action.fragments))

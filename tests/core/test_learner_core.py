@@ -237,6 +237,14 @@ def test_what_was_released_does_not_arrive_any_more(learner: Make) -> None:
     assert not bench.of(act.Apply)
 
 
+def test_an_announcement_of_what_is_held_already_carries_the_clock_only(learner: Make) -> None:
+    bench = learner()
+    bench.join()
+    bench.announce(0, 0, clock=70)
+    assert bench.last == ()
+    assert bench.core.clock == 70
+
+
 # ---- the end ----
 
 

@@ -293,6 +293,18 @@ def test_the_clock_does_not_wait_for_quiet_or_closing_learners(syncer: Make) -> 
     assert bench.core.clock == 18
 
 
+def test_learners_behind_a_standing_clock_are_told_where_it_stands_once(syncer: Make) -> None:
+    bench = syncer(quorum=2)
+    bench.join("a")
+    bench.knock("b")
+    bench.clock("a", 90)
+    bench.do(ev.TookModel, life=bench.life("b"))
+    told = bench.of(act.Announce)
+    assert [(life.name, a.clock) for a in told for life in a.lives] == [("b", 90)]
+    bench.clock("b", 3)
+    assert not bench.of(act.Announce)
+
+
 def test_a_lockstep_run_starts_when_all_are_there_and_takes_no_more(syncer: Make) -> None:
     bench = syncer(lockstep=True, learners=2)
     bench.join("a")

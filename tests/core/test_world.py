@@ -242,3 +242,15 @@ def test_what_arrives_broken_is_refused_and_given_again() -> None:
     assert world.syncer.core.rounds.rejections == {"corrupt": 3}
     assert learner.core.fates["rejected (corrupt)"] == 3
     assert min(world.syncer.core.rounds.versions) > 5
+
+
+def test_a_quorum_of_two_is_not_stalled_by_a_clock_that_ran_ahead() -> None:
+    world = World(_parameters(quorum=2), transfer_ms=50, merge_failures=1.0)
+    world.learner("a", step_ms=5)
+    world.run(20)
+    world.learner("b", step_ms=500)
+    world.run(10)
+    world.merge_failures = 0.0
+    world.run(10)
+    assert world.syncer.core.rounds.merged > 0
+    assert world.learners["b"].core.clock >= 4000

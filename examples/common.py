@@ -15,6 +15,7 @@ from text import CONTEXT
 
 BATCH = 16
 LEARNING_RATE = 3e-3
+WARMUP = 20
 
 
 def options(description: str | None) -> argparse.Namespace:
@@ -46,6 +47,11 @@ def new_model() -> GPT2LMHeadModel:
             attn_pdrop=0.0,
         )
     )
+
+
+def warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A constant learning rate, once Adam knows the size of its gradients."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARMUP))
 
 
 def report(file: Path | None, step: int, **losses: float) -> None:

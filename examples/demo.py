@@ -1,7 +1,7 @@
 """One model, four learners, two frameworks.
 
-Two Lightning and two Hugging Face trainers, each with a quarter of the text, train one GPT-2. One of
-them is killed on the way and comes back.
+Two Lightning and two Hugging Face trainers, each with a quarter of the text, train one GPT-2.
+One of them is killed on the way and comes back.
 
     make demo        (or: python examples/demo.py)
 

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from common import BATCH, LEARNING_RATE, new_model, options, report
+from common import BATCH, LEARNING_RATE, new_model, options, report, warmup
 from diloco_lightning import DiLoCoStrategy
 from diloco_plugin import shard
 from text import held_out_text, training_text
@@ -34,8 +34,9 @@ class LanguageModel(pl.LightningModule):
     def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
         self.log("held_out", self.model(**batch).loss)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        return [optimizer], [{"scheduler": warmup(optimizer), "interval": "step"}]
 
 
 class Report(pl.Callback):

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch.utils.data import DataLoader
 
-from common import BATCH, LEARNING_RATE, new_model, options, report
+from common import BATCH, LEARNING_RATE, new_model, options, report, warmup
 from diloco_plugin import attach, shard
 from text import training_text
 
@@ -25,12 +25,14 @@ batches = DataLoader(mine, BATCH, shuffle=True, drop_last=True)
 
 model = new_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+schedule = warmup(optimizer)
 
 with attach(model, optimizer, args.syncer, name=args.name, data_seed=args.seed) as learner:  # it
     for step, batch in enumerate(islice(batches, args.steps), start=1):
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         if step % 10 == 0:
             report(args.report, step, loss=loss.item())

@@ -14,8 +14,11 @@ CONTEXT: Final = 64
 _PIECE: Final = 4096
 
 
-def _pieces() -> list[bytes]:
-    data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+def _text() -> bytes:
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _pieces(data: bytes) -> list[bytes]:
     return [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
 
 
@@ -36,17 +39,15 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
     def shard(self, num_shards: int, index: int) -> Windows:
-        """One of `num_shards` equal stretches of the text. `diloco_plugin.shard` asks for it."""
-        size = len(self.data) // num_shards
-        return Windows(self.data[index * size : (index + 1) * size], self._stride)
+        """Every `num_shards`-th piece of the text. This is what `diloco_plugin.shard` asks for."""
+        return Windows(b"".join(_pieces(self.data)[index::num_shards]), self._stride)
 
 
 def training_text() -> Windows:
     """The text that may be trained on."""
-    pieces = _pieces()
-    return Windows(b"".join(piece for i, piece in enumerate(pieces) if i % 10 != 9))
+    return Windows(b"".join(piece for i, piece in enumerate(_pieces(_text())) if i % 10 != 9))
 
 
 def held_out_text(share: float = 1.0) -> Windows:
     """Text that nobody trains on; `share` < 1 takes only so many of its windows."""
-    return Windows(b"".join(_pieces()[9::10]), stride=round(CONTEXT / share))
+    return Windows(b"".join(_pieces(_text())[9::10]), stride=round(CONTEXT / share))

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from common import BATCH, LEARNING_RATE, new_model, options, report
+from common import BATCH, LEARNING_RATE, WARMUP, new_model, options, report
 from diloco_plugin import shard
 from diloco_transformers import DiLoCoCallback
 from text import held_out_text, training_text
@@ -39,7 +39,8 @@ trainer = Trainer(
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=60,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=WARMUP,
         max_grad_norm=0.0,
         seed=args.seed,
         logging_steps=10,

@@ -41,8 +41,7 @@ def _headline(run: Run) -> str:
 def table(run: Run) -> RenderableType:
     """The run as it is now."""
     rows = Table(expand=False)
-    for column in ("learner", "script"):
-        rows.add_column(column)
+    rows.add_column("learner")
     rows.add_column("state", min_width=14)
     for column in ("step", "lag", "rounds joined", "loss"):
         rows.add_column(column, justify="right")
@@ -50,7 +49,6 @@ def table(run: Run) -> RenderableType:
         present = act.state == "training"
         rows.add_row(
             act.name,
-            act.script,
             Text(act.state, style=_COLORS.get(act.state, "dim")),
             str(act.status.get("clock", "-")),
             str(act.status.get("lag", "-")) if present else "-",
@@ -58,7 +56,7 @@ def table(run: Run) -> RenderableType:
             f"{act.loss:.3f}" if act.loss is not None else "-",
         )
     clock = ProgressBar(total=run.steps, completed=min(run.clock, run.steps), width=60)
-    return Group(rows, clock, Text(_headline(run), style="dim"))
+    return Group(rows, clock, Text(f"\n{_headline(run)}", style="dim"))
 
 
 class View:

@@ -9,15 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import GPT2LMHeadModel
 
-from backstage.run import CAST, VICTIM, Run
+from backstage.run import CAST, VICTIM, Act, Run
 from text import CONTEXT, training_text
 
 _COLORS: Final = ("#4477AA", "#66CCEE", "#EE6677", "#AA3377")
+_LABELS: Final = {
+    "alone:0": "learners, each alone",
+    "all": "one process, all text",
+    "parallel": "data-parallel, four times the batch",
+}
 _PROMPT: Final = b"The "
 
 
@@ -47,19 +53,20 @@ def load(folder: Path) -> GPT2LMHeadModel:
 def gather(run: Run, merged: float, reports: list[Path]) -> Losses:
     """Put the reports of the baselines together."""
     losses = Losses(merged)
-    names = {f"alone:{act.status['index']}": name for name, act in run.acts.items()}
+    names = {f"alone:{act.status.get('index')}": name for name, act in run.acts.items()}
     for report in reports:
         for text in report.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            who, loss = line["who"], line["held_out"]
-            if not line["final"]:
-                losses.curves.setdefault(who, []).append((line["step"], loss))
-            elif who == "all":
-                losses.everything = loss
+            who, final = line["who"], line.get("final")
+            losses.curves.setdefault(who, []).append((line["step"], line["held_out"]))
+            if final is None:
+                continue
+            if who == "all":
+                losses.everything = final
             elif who == "parallel":
-                losses.parallel = loss
+                losses.parallel = final
             else:
-                losses.alone[names.get(who, who)] = loss
+                losses.alone[names.get(who, who)] = final
     return losses
 
 
@@ -121,44 +128,61 @@ def write_json(file: Path, run: Run, losses: Losses, seconds: dict[str, float]) 
 
 
 def plot(file: Path, run: Run, losses: Losses) -> None:
-    """Losses over steps, losses over time, and who was there when."""
+    """Losses on the way, and who was there when."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (steps, times, presence) = plt.subplots(
-        3, 1, figsize=(8, 9), height_ratios=(4, 3, 1.3), constrained_layout=True
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(4, 1), constrained_layout=True
     )
     for who, curve in losses.curves.items():
-        alone = who.startswith("alone")
-        style = {"color": "0.7", "lw": 1} if alone else {"color": "black", "lw": 1.5, "ls": "--"}
-        label = {"all": "one process, all text", "alone:0": "learners alone"}.get(who)
-        steps.plot(*zip(*curve, strict=True), label=label, **style)
-    steps.axhline(losses.merged, color="green", lw=2, label="global model at the end")
-    steps.set(xlabel="step", ylabel="held-out loss (nats per byte)")
+        style: dict[str, Any] = {"color": "0.65", "lw": 1, "ls": "--"}
+        if not who.startswith("alone"):
+            style |= {"color": "black", "ls": "--" if who == "all" else ":"}
+        label = _LABELS.get(who)
+        upper.plot(*zip(*curve, strict=True), label=label, **style)
     for color, act in zip(_COLORS, run.acts.values(), strict=True):
-        points = [(line["time"], line["held_out"]) for line in act.losses if "held_out" in line]
-        if points:
-            times.plot(*zip(*points, strict=True), color=color, marker=".", label=act.name)
-    times.set(ylabel="held-out loss, in the run")
-    _presence(presence, run)
-    presence.sharex(times)
-    for axes in (steps, times):
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
+        for number, life in enumerate(_lives(run, act)):
+            label = None if number else f"{act.name}, together"
+            upper.plot(*zip(*life, strict=True), color=color, marker=".", lw=1.2, label=label)
+    upper.plot(
+        run.steps, losses.merged, "*", color="green", ms=14, label="global model, at the end"
+    )
+    upper.set(ylabel="held-out loss (nats per byte)")
+    upper.legend(fontsize="small")
+    upper.grid(alpha=0.3)
+    _presence(lower, run)
     figure.suptitle("Four learners, two frameworks, one model; one was killed and came back")
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
 
+def _lives(run: Run, act: Act) -> list[list[tuple[float, float]]]:
+    """Clock of the run and held-out loss, measured by a learner, for each of its lives."""
+    seconds, clocks = zip(*run.clocks, strict=True)
+    lives: list[list[tuple[float, float]]] = []
+    before = float("inf")
+    for line in act.losses:
+        if "held_out" in line:
+            if line["step"] < before:
+                lives.append([])
+            before = line["step"]
+            clock = float(np.interp(line["time"], seconds, clocks))
+            lives[-1].append((clock, line["held_out"]))
+    return lives
+
+
 def _presence(axes: Any, run: Run) -> None:
     for row, (color, act) in enumerate(zip(_COLORS, run.acts.values(), strict=True)):
-        axes.plot(act.seen, [row] * len(act.seen), "s", color=color, ms=4)
-    for at, _, what in run.events:
-        if VICTIM in what:
-            axes.axvline(at, color="0.5", lw=0.8, ls=":")
-    axes.set(yticks=range(len(CAST)), yticklabels=list(CAST), xlabel="seconds", ylim=(3.6, -0.6))
+        axes.plot(act.seen, [row] * len(act.seen), "|", color=color, ms=9, mew=3)
+    for _, clock, what in run.events:
+        if VICTIM in what and clock:
+            word = next(word for word in ("killed", "started", "back") if word in what)
+            axes.axvline(clock, color="0.4", lw=0.8, ls=":")
+            axes.text(clock, -0.6, word, fontsize="small", va="bottom", ha="center")
+    axes.set(yticks=range(len(CAST)), yticklabels=list(CAST), xlabel="step", ylim=(3.6, -0.6))
 
 
 @torch.no_grad()

@@ -41,8 +41,8 @@ class Act:
     state: str = "starting"
     status: dict[str, Any] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
-    #: seconds since the start at which it was seen to take part
-    seen: list[float] = field(default_factory=list)
+    #: clocks at which it was seen to take part
+    seen: list[int] = field(default_factory=list)
     lives: int = 1
 
     @property
@@ -56,6 +56,7 @@ class Run:
 
     Attributes:
         body: the newest status of the syncer.
+        clocks: the clock at every look, as (seconds, clock).
         events: what happened, as (seconds, clock, sentence).
     """
 
@@ -66,6 +67,7 @@ class Run:
         self.acts = {name: Act(name, script) for name, script in CAST.items()}
         self.body: dict[str, Any] = {}
         self.events: list[tuple[float, int, str]] = []
+        self.clocks: list[tuple[float, int]] = []
         self.address = ""
         self._children = children
         self._learners: dict[str, Child] = {}
@@ -129,7 +131,8 @@ class Run:
 
     def _look(self) -> None:
         try:
-            self.body = fetch(self.address)
+            self.body = fetch(self.address, POLL_SECONDS * 5)
+            self.clocks.append((self.seconds, self.clock))
         except DiLoCoError:
             return  # it is about to end; its exit code tells
         known = {learner["name"]: learner for learner in self.body.get("learners", [])}
@@ -143,7 +146,7 @@ class Run:
                 self._tell(f"{name} {'is back' if act.lives > 1 else 'joined'}")
                 act.state = "training"
             if act.state == "training":
-                act.seen.append(self.seconds)
+                act.seen.append(self.clock)
             child = self._learners[name]
             child.check()
             if child.code == 0 and act.state == "training":

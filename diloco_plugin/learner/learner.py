@@ -164,6 +164,11 @@ class Learner:
                 " waits for the learner that brings the model, or the line is dead (raise"
                 " connect_timeout)."
             )
+        if self._session.reached:
+            return (
+                f"something listens at {where}, but is no syncer, or hangs: check the address"
+                f" (`diloco check {where}`); the port is the one that the syncer was told to bind."
+            )
         return (
             f"no syncer answered at {where} in time: start it (`diloco syncer --bind {where}`),"
             f" look with `diloco check {where}`, or train alone until it appears with"

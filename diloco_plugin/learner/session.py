@@ -124,6 +124,11 @@ class Session:
         """Where this learner looks for its syncer."""
         return str(self._address)
 
+    @property
+    def reached(self) -> bool:
+        """Does something listen at that address, whatever it is?"""
+        return self._control.reached
+
     def post(self, actions: Sequence[act.LearnerAction]) -> None:
         """Hand actions that need no parameters to the I/O thread."""
         if actions:

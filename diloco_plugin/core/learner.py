@@ -315,11 +315,9 @@ class LearnerCore:
 
     def _fetch_next(self) -> None:
         """Fetch announced versions, oldest round first, into free arrival buffers."""
-        wanted = [
-            (part.clock, index)
-            for index, part in enumerate(self.parts)
-            if part.announced > part.base and part.fetching is None and part.arrived is None
-        ]
+        if not self.link.connected:
+            return
+        wanted = [(part.clock, index) for index, part in enumerate(self.parts) if part.wanted]
         for _, index in sorted(wanted)[: self._arrivals_free]:
             part = self.parts[index]
             self._arrivals_free -= 1

@@ -8,8 +8,7 @@ from enum import Enum
 from typing import Final
 
 from .events import Life
-from .parameters import Parameters
-from .parameters import SECOND_NS
+from .parameters import SECOND_NS, Parameters
 
 #: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
 QUIET_STEPS: Final = 8

@@ -40,6 +40,12 @@ class Part:
         return self.due is not None and self.staged is None and self.given is None
 
     @property
+    def wanted(self) -> bool:
+        """Is there a newer version than the base, which is not on its way yet?"""
+        idle = self.fetching is None and self.arrived is None
+        return self.announced > self.base and idle
+
+    @property
     def in_hand(self) -> bool:
         """Does the learner hold the newest version that it knows of, and nothing beyond it?"""
         return self.steps == 0 and self.announced <= self.base and self.arrived is None

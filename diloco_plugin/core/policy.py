@@ -153,8 +153,8 @@ def judge_hello(protocol: int, our_protocol: int, run: str, our_run: str) -> tup
 def caution_about_twin(name: str, data_seed: int | None) -> str:
     """What a learner's user should read when another one draws its data in the same order."""
     return (
-        f"learner {name!r} draws its data with the same seed ({data_seed}): if the data are the same"
-        " too, averaging two equal runs teaches nothing; set another data seed or use"
+        f"learner {name!r} draws its data with the same seed ({data_seed}): if the data are the"
+        " same too, averaging two equal runs teaches nothing; set another data seed or use"
         " diloco_plugin.shard()."
     )
 

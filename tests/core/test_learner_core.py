@@ -226,6 +226,19 @@ def test_a_newer_version_is_fetched_when_the_older_one_cannot_be_had(learner: Ma
     assert bench.one(act.Fetch).version == 7
 
 
+def test_nothing_is_fetched_from_a_lost_syncer(learner: Make) -> None:
+    bench = learner()
+    bench.core.have_buffers(staging=2, arrivals=1)
+    bench.join()
+    bench.announce(0, 1)
+    bench.do(ev.Arrived, fragment=0, version=1)
+    bench.do(ev.Paused)
+    bench.announce(1, 1)
+    bench.do(ev.Lost, reason="cut")
+    bench.do(ev.Rebased, fragment=0)
+    assert bench.last == ()
+
+
 def test_what_was_released_does_not_arrive_any_more(learner: Make) -> None:
     bench = learner()
     bench.join()
@@ -518,7 +531,10 @@ def test_being_turned_away_while_connected_frees_all_buffers(learner: Make) -> N
     assert bench.one(act.Release).fragment == 1
 
 
-@pytest.mark.parametrize(("code", "again"), [("name", True), ("stopping", True), ("layout", False)])
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [("name", True), ("stopping", True), ("full", True), ("layout", False), ("ended", False)],
+)
 def test_only_a_final_refusal_ends_the_calls(learner: Make, code: str, again: bool) -> None:
     bench = learner()
     bench.do(ev.Ticked)

@@ -126,11 +126,13 @@ class TokenCounter:
 def _mapping(batch: Any) -> Mapping[str, Any]:
     if isinstance(batch, Mapping):
         return batch
+    if isinstance(batch, Tensor):
+        return {}  # dynamo, which may trace this, cannot look into its attributes
     # A pair (inputs, labels) whose inputs are a mapping is as common as the mapping itself.
     if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], Mapping):
         return batch[0]
     attributes = getattr(batch, "__dict__", None)
-    return attributes if isinstance(attributes, Mapping) and not isinstance(batch, Tensor) else {}
+    return attributes if isinstance(attributes, Mapping) else {}
 
 
 def _first_tensor(batch: Any) -> Tensor | None:

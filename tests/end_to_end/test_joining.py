@@ -81,7 +81,7 @@ def test_late_joiners_come_in_while_rounds_run_fast() -> None:
         for number in range(5):
             before = a.merged
             with Trainee(small_model(number), syncer.address, f"late-{number}") as late:
-                late.wait(lambda: late.merged > 0)  # noqa: B023
+                late.wait(lambda: late.merged > 0)
                 assert all(bool(p.isfinite().all()) for p in late.model.parameters())
             a.wait(lambda: a.merged > before)  # noqa: B023
 
@@ -117,9 +117,11 @@ def test_another_model_is_refused_with_the_first_differences(
 ) -> None:
     with running_syncer(sync_every=4, fragments=2, overlap=1) as syncer:
         model = Wide()
-        with diloco_plugin.attach(model, sgd(model), syncer.address, name="right"):
-            with pytest.raises(RefusedError) as refused:
-                diloco_plugin.attach(other, sgd(other), syncer.address, name="wrong")
+        with (
+            diloco_plugin.attach(model, sgd(model), syncer.address, name="right"),
+            pytest.raises(RefusedError) as refused,
+        ):
+            diloco_plugin.attach(other, sgd(other), syncer.address, name="wrong")
         assert syncer.status()["refused"] == {"layout": 1}
     assert refused.value.code == "layout"
     for part in says:
@@ -138,7 +140,7 @@ def test_compiled_distributed_and_plain_learners_share_a_run(tmp_path: Path) -> 
             for name, model in models.items():
                 optimizer = sgd(model)
                 with diloco_plugin.attach(model, optimizer, syncer.address, name=name) as learner:
-                    done = lambda: learner.metrics()["diloco/pushes_merged"] >= 3  # noqa: B023, E731
+                    done = lambda: learner.metrics()["diloco/pushes_merged"] >= 3  # noqa: E731
                     train_until(model, optimizer, done)
                 held = [p.detach() for p in model.parameters()]
                 expected = global_model(syncer)

@@ -208,11 +208,12 @@ class Pulled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced(Event):
-    """A newer version of a fragment exists."""
+    """A newer version of a fragment exists; `exact`: it travels without losing a digit."""
 
     fragment: int
     version: int
     clock: int
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,7 @@ class LearnerCore:
         if part.staged is not None:
             self._unstage(index, part)
         part.base, part.arrived, part.given, part.due = version, None, None, None
+        part.base_exact = part.announced_exact
         part.steps = part.tokens = 0
         part.close_asked = False
         self.clock = max(self.clock, part.clock)
@@ -158,7 +159,7 @@ class LearnerCore:
         self._seed_pending = False
         self._seed_serving = True
         for part in self.parts:
-            part.base, part.steps, part.tokens = 0, 0, 0
+            part.base, part.base_exact, part.steps, part.tokens = 0, True, 0, 0
         self.link.standing = Standing.LIVE
         self._out += [act.CaptureBase(), act.ServeSeed()]
 
@@ -235,7 +236,8 @@ class LearnerCore:
         left = []
         for index, part in enumerate(self.parts):
             part.due = None
-            if part.steps and part.given is None and not part.close_asked:
+            unfinished = part.steps or not part.base_exact
+            if unfinished and part.given is None and not part.close_asked:
                 part.close_asked = True
                 left.append(index)
         if left:
@@ -299,6 +301,7 @@ class LearnerCore:
                 self._seed_serving = False
                 if event.version > part.announced:
                     part.announced, part.clock = event.version, event.clock
+                    part.announced_exact = event.exact
                 elif event.version == part.base:  # the clock is the news
                     self.clock = max(self.clock, event.clock)
             case ev.Arrived() if part.fetching == event.version:
@@ -363,8 +366,11 @@ class LearnerCore:
 
     def _let_go(self) -> None:
         """What was on its way is void: the buffers are free again (those of pushes by PushSent)."""
+        unsure = self._seed_serving  # somebody else may seed the run: our base is of no lineage
         self._seed_pending = self._seed_serving = False
         for index, part in enumerate(self.parts):
+            if unsure:
+                part.base = -1
             if part.staged is not None:
                 self._unstage(index, part)
             if part.fetching is not None or part.arrived is not None:

@@ -32,8 +32,10 @@ class Stage(str, Enum):
 
 @dataclass(slots=True)
 class Ledger:
-    """What one life has given to this epoch; it outlives the lease, for the life may come back."""
+    """What one life holds and has given; it outlives the lease, for the life may come back."""
 
+    #: it took the model of this epoch, or brought it: what it holds is of our lineage
+    kin: bool = False
     #: by fragment, the newest round that it has answered with a push
     answered: dict[int, int] = field(default_factory=dict)
     #: by fragment, the newest base whose progress was merged: nothing must count twice
@@ -140,9 +142,9 @@ class Members:
             del self._reserved[next(iter(self._reserved))]
         return index
 
-    def known(self, life: Life) -> bool:
-        """Is it on record what this life has given?"""
-        return life in self._ledgers
+    def kin(self, life: Life) -> bool:
+        """Is it on record that this life holds our model, and what it has given?"""
+        return self.ledger(life).kin
 
     def ledger(self, life: Life) -> Ledger:
         """The record of a life that is or was a member."""

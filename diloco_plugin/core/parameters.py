@@ -135,6 +135,11 @@ class Parameters:
         return self.learners if self.lockstep else self.quorum
 
     @property
+    def lossy(self) -> bool:
+        """Do fragments lose digits on the wire, closing rounds aside?"""
+        return self.codec != "fp32"
+
+    @property
     def lease_ns(self) -> int:
         """The lease in nanoseconds."""
         return int(self.lease * SECOND_NS)

@@ -16,6 +16,9 @@ class Part:
     #: newest version that was announced, and the clock of its round
     announced: int = -1
     clock: int = 0
+    #: does that version travel without losing a digit, and did the base?
+    announced_exact: bool = True
+    base_exact: bool = True
     #: version that is being fetched, or has arrived and waits for the next boundary
     fetching: int | None = None
     arrived: int | None = None
@@ -47,8 +50,9 @@ class Part:
 
     @property
     def in_hand(self) -> bool:
-        """Does the learner hold the newest version that it knows of, and nothing beyond it?"""
-        return self.steps == 0 and self.announced <= self.base and self.arrived is None
+        """Does the learner hold the newest version that it knows of, exactly, and nothing else?"""
+        newest = self.announced <= self.base and self.arrived is None
+        return newest and self.steps == 0 and self.base_exact
 
     def let_go(self) -> None:
         """What was between this learner and its syncer is void."""

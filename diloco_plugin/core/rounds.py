@@ -280,7 +280,10 @@ class Rounds:
                 self._withdraw(flight, life, Fate.LATE, "the round closed while it was on its way")
         flight.closed_ns = now_ns
         self._mind_norms(flight)
-        if not flight.pushes:
+        # A learner that leaves must hold the global model exactly: its closing round announces it
+        # so, even when nobody has anything to give.
+        exact_copy = flight.closing and self.parameters.lossy
+        if not flight.pushes and not exact_copy:
             self._drop(flight, f"{reason}, and nobody had anything to give")
             return
         if self.parameters.lockstep:  # a fixed order makes the sum reproducible to the bit

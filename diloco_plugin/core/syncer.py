@@ -140,7 +140,7 @@ class SyncerCore:
                 self._turn_out(member, f"its model cannot seed the run: {event.reason}", tell=True)
             case ev.TookModel():
                 if member.stage is Stage.TAKING:
-                    member.stage = Stage.LIVE
+                    self._make_live(member)
                     member.moved_ns = now
             case ev.CloseAsked():
                 member.closing = True
@@ -233,7 +233,7 @@ class SyncerCore:
         return (
             self.state in (RunState.RUNNING, RunState.ENDING)
             and knock.epoch == self.epoch
-            and self.members.known(knock.life)
+            and self.members.kin(knock.life)
             and len(knock.versions) == len(versions)
             and all(held <= version for held, version in zip(knock.versions, versions, strict=True))
         )
@@ -242,13 +242,10 @@ class SyncerCore:
         count = self.parameters.learners or max(m.index + 1 for m in self.members)
         self._out.append(
             act.Admit(
-                life=member.life,
-                index=member.index,
-                count=count,
-                clock=self.clock,
-                keep=keep,
+                life=member.life, index=member.index, count=count, clock=self.clock, keep=keep
             )
         )
+        self.members.ledger(member.life).kin = keep
         if not keep:
             return  # _settle hands it the whole model
         member.stage = Stage.LIVE
@@ -277,12 +274,16 @@ class SyncerCore:
     def _seed_received(self, member: Member) -> None:
         if member.stage is not Stage.SEEDING or self.state is not RunState.SEEDING:
             return
-        member.stage = Stage.LIVE
+        self._make_live(member)
         self.state = RunState.RUNNING
         self._out.append(act.Note(text=f"learner {member.life.name!r} brought the model"))
         # it holds version 0, but must know that we do: it may not leave before
         for fragment in range(len(self.rounds.versions)):
             self.rounds.announce(fragment, [member], self.clock)
+
+    def _make_live(self, member: Member) -> None:
+        member.stage = Stage.LIVE
+        self.members.ledger(member.life).kin = True
 
     def _unseed(self) -> None:
         """The seeder is gone before its model was here: the next one that waits seeds the run."""

@@ -252,7 +252,7 @@ class Syncer:
         if not self.alive:
             return
         self.durable[action.fragment] = action.version
-        for item in self.folded.pop(action.round):
+        for item in self.folded.pop(action.round, []):
             assert item not in self.merged, f"merged twice: {item}"
             self.merged.add(item)
         self.step(ev.CommitDone(now_ns=0, round=action.round))
@@ -269,6 +269,7 @@ class Syncer:
                     fragment=action.fragment,
                     version=action.version,
                     clock=action.clock,
+                    exact=action.exact or not self.core.parameters.lossy,
                 ),
             )
 

@@ -188,11 +188,12 @@ class Syncer:
         return Door(self._context, control.beside(), "bulk")
 
     def _receive_slots(self) -> int:
-        """Pushes that may be on their way in at once: a third of the model's size at most."""
+        """Pushes that may be on their way in at once: a third of the model's size, or two."""
         parameters = self.config.parameters
         if parameters.lockstep:  # all of a round are kept until its close
             return parameters.learners * max(1, parameters.overlap) + 1
-        return max(1, min(8, parameters.fragments // 3))
+        # two at least: one learner that stops halfway must not keep all others out until its lease ends
+        return max(2, min(8, parameters.fragments // 3))
 
     def _make_publisher(self) -> Publisher | None:
         if not self.config.publish:

@@ -7,6 +7,7 @@ run to the end of their script and leave as any interpreter does.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -119,6 +120,7 @@ def main() -> None:
     import diloco_plugin.learner  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # or every child copies all of it when it collects garbage
     running: dict[int, Path] = {}
     for path in sorted(Path(sys.argv[1]).glob("*.py")):
         pid = os.fork()

@@ -34,7 +34,7 @@ print('trained', flush=True)
 
 
 def check(family: Family, name: str, code: int, ends_with: str) -> None:
-    assert family.ends(name, 10) == code, family.err(name)
+    assert family.ends(name, 20) == code, family.err(name)
     err = family.err(name)
     assert err.count("Traceback") == bool(ends_with), err
     assert err.rstrip().endswith(ends_with), err

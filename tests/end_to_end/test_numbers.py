@@ -155,6 +155,20 @@ def test_updates_too_small_for_bf16_accumulate_in_the_global_model() -> None:
     assert torch.equal(half.weight.detach(), final.to(torch.bfloat16))
 
 
+def test_bf16_on_the_wire_is_rounded_and_closing_is_exact() -> None:
+    model = small_model(1)
+    with running_syncer(codec="bf16", sync_every=4, fragments=2) as syncer:
+        optimizer = sgd(model)
+        with diloco_plugin.attach(model, optimizer, syncer.address, name="a"):
+            for batch in batches(0, 30):
+                train_step(model, optimizer, batch)
+        final = global_model(syncer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), final[name])
+        if name.endswith("weight"):
+            assert not torch.equal(parameter.detach(), parameter.detach().bfloat16().float())
+
+
 def test_learners_that_finish_one_after_the_other_move_the_model_by_what_they_had() -> None:
     """Four learners with progress -1 each; momentum 0.9 must not turn four goodbyes into 6.3."""
     learners, steps, lr = 4, 10, 0.1

@@ -1,0 +1,200 @@
+"""The end of a learner: what it still has counts once, and it leaves with the global model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diloco_plugin
+from diloco_plugin.syncer.model import GlobalModel
+from diloco_plugin.tensors.layout import views
+from diloco_plugin.wire import messages as msg
+from tests.end_to_end.fleet import (
+    batches,
+    largest_difference,
+    run_all,
+    sgd,
+    small_model,
+    train_step,
+)
+from tests.end_to_end.forged import Forged, one_weight
+from tests.syncers import global_model, running_syncer
+
+SIZE = 50
+
+
+def test_closing_rounds_move_the_model_by_the_mean_of_what_was_left() -> None:
+    """And they leave the momentum alone."""
+    lr, mu = 0.7, 0.9
+    ones = torch.ones(SIZE)
+    with running_syncer(
+        sync_every=1, fragments=1, overlap=0, quorum=4, outer_lr=lr, outer_momentum=mu
+    ) as syncer:
+        team = [Forged(syncer.address, f"learner-{m}", one_weight(SIZE)) for m in range(4)]
+        theta, buffer = torch.zeros(SIZE), torch.zeros(SIZE)
+
+        def everybody_pushes(clock: int) -> None:
+            for learner in team:
+                learner.progress(clock)
+            pulls = [learner.pulled() for learner in team]
+            for learner, pull in zip(team, pulls, strict=True):
+                learner.offer(pull)
+                learner.serve("push", 0, pull.round, ones, 0)
+            for learner in team:
+                assert learner.hear(msg.Fate).fate == "merged"
+                learner.fetch(0)
+
+        def outer_step(gradient: Tensor) -> None:
+            nonlocal theta, buffer
+            buffer = mu * buffer + gradient
+            theta = theta - lr * (gradient + mu * buffer)
+
+        try:
+            for learner in team:
+                learner.join()
+                if learner is team[0]:
+                    learner.seed([torch.zeros(SIZE)])
+                else:
+                    learner.take()
+            for clock in (1, 2, 3):
+                everybody_pushes(clock)
+                outer_step(ones)
+            assert torch.allclose(global_model(syncer)["w"], theta, rtol=1e-5)
+            # the first one finishes: everybody gives what it has, and that is all that is left
+            left = [0.1, 0.2, 0.3, 0.4]
+            team[0].say(msg.CloseRequest(epoch=team[0].epoch, fragments=(0,)))
+            pulls = [learner.pulled(closing=True) for learner in team]
+            for learner, pull, size in zip(team, pulls, left, strict=True):
+                learner.offer(pull)
+                learner.serve("push", 0, pull.round, size * ones, 0)
+            for learner in team:
+                assert learner.hear(msg.Fate).fate == "merged"
+                learner.fetch(0)
+            theta = theta - 0.25 * ones
+            assert torch.allclose(global_model(syncer)["w"], theta, rtol=1e-5)
+            # the others finish after it, with nothing more to give: nothing moves
+            after = global_model(syncer)["w"]
+            team.pop(0).__exit__(None, None, None)
+            for learner in team[:2]:
+                learner.say(msg.CloseRequest(epoch=learner.epoch, fragments=(0,)))
+                for other in team:
+                    other.offer(other.pulled(closing=True), nothing="no steps")
+            everybody_pushes(4)  # a round later shows that the momentum is what it was
+            assert not torch.equal(global_model(syncer)["w"], after)
+            outer_step(ones)
+            assert torch.allclose(global_model(syncer)["w"], theta, rtol=1e-5)
+        finally:
+            for learner in team:
+                learner.close()
+
+
+class Recorder:
+    """Every version of every fragment, and what closing rounds did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.versions: dict[tuple[int, int], Tensor] = {}
+        self.closing: list[tuple[float, float]] = []  # how far it moved, what was left at most
+        self._given: dict[int, list[float]] = {}
+        encode, fold, merge = GlobalModel._encode, GlobalModel.fold, GlobalModel.merge
+
+        def new_encode(model: GlobalModel, fragment: int, version: int, *, exact: bool) -> None:
+            self.versions[fragment, version] = model.theta[fragment].clone()
+            encode(model, fragment, version, exact=exact)
+
+        def new_fold(model: GlobalModel, round_: int, *args: Any, **kwargs: Any) -> None:
+            self._given.setdefault(round_, []).append(float(args[1].norm()))
+            fold(model, round_, *args, **kwargs)
+
+        def new_merge(
+            model: GlobalModel, round_: int, fragment: int, *args: Any, **kw: Any
+        ) -> bool:
+            before = model.theta[fragment].clone()
+            ok = merge(model, round_, fragment, *args, **kw)
+            if kw["closing"]:
+                moved = float((model.theta[fragment] - before).norm())
+                self.closing.append((moved, max(self._given[round_])))
+            return ok
+
+        monkeypatch.setattr(GlobalModel, "_encode", new_encode)
+        monkeypatch.setattr(GlobalModel, "fold", new_fold)
+        monkeypatch.setattr(GlobalModel, "merge", new_merge)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_four_learners_that_finish_in_turn_leave_with_the_global_model_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    seen = Recorder(monkeypatch)
+
+    def job(m: int, address: str) -> dict[str, Tensor]:
+        model = small_model(0)
+        optimizer = sgd(model)
+        with diloco_plugin.attach(model, optimizer, address, name=f"learner-{m}"):
+            for batch in batches(m, 40 + 20 * m):
+                train_step(model, optimizer, batch)
+        return {name: t.detach().clone() for name, t in model.named_parameters()}
+
+    with running_syncer(
+        sync_every=8, fragments=2, codec=codec, outer_lr=0.7, outer_momentum=0.9
+    ) as syncer:
+        left_with = run_all([lambda m=m: job(m, syncer.address) for m in range(4)])
+        final = global_model(syncer)
+        layout = syncer._merging.the_model.layout
+    assert seen.closing
+    for moved, given in seen.closing:
+        assert moved <= given * (1 + 1e-5)
+    for held in left_with:
+        for fragment in layout.fragments:
+            flat = torch.empty(fragment.elements)
+            for slot, view in zip(fragment.slots, views(flat, fragment), strict=True):
+                view.copy_(held[slot.spec.name])
+            exact = [t for (f, _), t in seen.versions.items() if f == fragment.index]
+            if codec == "bf16":  # of a fragment that was last merged before it finished
+                exact += [version.bfloat16().float() for version in exact]
+            assert any(torch.equal(flat, version) for version in exact)
+    nearest = min(
+        max(float((held[name] - value).abs().max()) for name, value in final.items())
+        for held in left_with
+    )
+    assert nearest == 0.0 if codec == "fp32" else nearest < 2.0**-8
+
+
+def test_learners_that_take_7_20_and_33_steps_all_leave_and_partial_windows_count() -> None:
+    tokens: dict[int, list[int]] = {}
+
+    def job(m: int, steps: int, address: str) -> list[Tensor]:
+        model = small_model(0)
+        optimizer = sgd(model)
+        with diloco_plugin.attach(model, optimizer, address, name=f"learner-{m}") as learner:
+            for batch in batches(m, steps):
+                train_step(model, optimizer, batch)
+        assert learner.metrics()["diloco/steps"] == steps
+        fates = learner.metrics()
+        # each fragment at least once; what comes too late for another one's closing round is late
+        assert fates["diloco/pushes_merged"] + fates["diloco/pushes_late"] >= 4
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with running_syncer(sync_every=24, fragments=4) as syncer:
+        fold = GlobalModel.fold
+
+        def counting(model: GlobalModel, *args: Any, **kwargs: Any) -> None:
+            tokens.setdefault(args[1], []).append((kwargs["tokens"], kwargs["steps"]))
+            fold(model, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GlobalModel, "fold", counting)
+            results = run_all(
+                [lambda m=m, n=n: job(m, n, syncer.address) for m, n in enumerate((7, 20, 33))]
+            )
+        final = list(global_model(syncer).values())
+        names = list(global_model(syncer))
+    order = [name for name, _ in small_model(0).named_parameters()]
+    expected = [final[names.index(name)] for name in order]
+    assert min(largest_difference(result, expected) for result in results) == 0.0
+    for given in tokens.values():
+        assert all(count == 16 * steps for count, steps in given)
+        assert sum(steps for _, steps in given) <= 7 + 20 + 33
+        assert any(steps % 24 for _, steps in given)

@@ -192,7 +192,7 @@ class Syncer:
         parameters = self.config.parameters
         if parameters.lockstep:  # all of a round are kept until its close
             return parameters.learners * max(1, parameters.overlap) + 1
-        # two at least: one learner that stops halfway must not keep all others out until its lease ends
+        # two at least: one learner that stops halfway must not keep all others out
         return max(2, min(8, parameters.fragments // 3))
 
     def _make_publisher(self) -> Publisher | None:

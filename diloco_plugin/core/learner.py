@@ -208,14 +208,10 @@ class LearnerCore:
         steps, tokens = part.staged
         part.staged, part.pull, part.given = None, None, number
         part.sending += 1
+        base, exact = part.base, part.exact
         self._out.append(
             act.Offer(
-                round=number,
-                fragment=index,
-                base=part.base,
-                steps=steps,
-                tokens=tokens,
-                exact=part.exact,
+                round=number, fragment=index, base=base, steps=steps, tokens=tokens, exact=exact
             )
         )
 

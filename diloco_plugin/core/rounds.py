@@ -335,7 +335,9 @@ class Rounds:
         self.merged += 1
         self.joined += len(flight.pushes)
         self.sync_ns = policy.moving_average(self.sync_ns, now_ns - flight.closed_ns)
-        self._norms[fragment].merged((push.norm, push.steps) for push in flight.pushes.values())
+        if flight.pushes:
+            norms = ((push.norm, push.steps) for push in flight.pushes.values())
+            self._norms[fragment].merged(norms)
         for life in sorted(flight.pushes):
             push = flight.pushes[life]
             self._unrequest(fragment, life)

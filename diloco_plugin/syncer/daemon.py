@@ -136,7 +136,7 @@ class Syncer:
             self._step(event)
         if time.monotonic_ns() >= self._core.next_deadline_ns():
             self._step(ev.Ticked(now_ns=time.monotonic_ns()))
-            self._publish_when_due()
+        self._publish_when_due()  # a busy syncer never ticks
 
     def _step(self, event: ev.SyncerEvent) -> None:
         """Step the core and carry out what it wants; failures to send come back as events."""

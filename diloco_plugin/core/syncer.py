@@ -202,8 +202,11 @@ class SyncerCore:
     def _admit(self, knock: Knocked, now: int) -> None:
         if not self.rounds.versions:
             self.rounds.lay_out(knock.fragments)
-            if self._seeded:
+            if self._seeded and knock.epoch == 0:
                 self.state = RunState.RUNNING
+            elif self._seeded:  # handing out the initial model again would undo its training
+                text = "it comes from an earlier life of the syncer: its model is taken, not --init"
+                self._out.append(act.Note(text=f"learner {knock.life.name!r}: {text}"))
         keep = self._may_keep(knock)
         member = self.members.add(
             knock.life, now, self.parameters.lease_ns, self.clock, knock.data_seed

@@ -28,6 +28,7 @@ from diloco_plugin.learner.translation import event_of, message_of
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Line, new_context
+from diloco_plugin.tensors.codec import codec
 from diloco_plugin.tensors.layout import BUFFER, Layout, TensorSpec, build_layout
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_learner, encode
@@ -261,8 +262,10 @@ class Session:
     def _take_control(self, data: Any) -> None:
         try:
             message = decode_to_learner(data)
-        except WireError as error:
-            log.debug("a message of the syncer is ignored (%s): %s", error.reason, error)
+            if isinstance(message, msg.Announce):
+                codec(message.codec)
+        except (WireError, ConfigError) as error:
+            log.debug("a message of the syncer is ignored: %s", error)
             return
         now = time.monotonic_ns()
         match message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
+from diloco_plugin.tensors.codec import codec
 from diloco_plugin.wire import messages as msg
 
 
@@ -23,6 +24,7 @@ def event_of(message: msg.ToLearner, now: int) -> ev.LearnerEvent | None:
                 fragment=message.fragment,
                 version=message.version,
                 clock=message.clock,
+                exact=codec(message.codec).lossless,
             )
         case msg.SeedRequest():
             return ev.SeedAsked(now_ns=now)

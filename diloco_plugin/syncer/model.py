@@ -113,10 +113,13 @@ class GlobalModel:
         merge.fold(delta, weight(tokens, steps), size)
 
     def merge(self, round_: int, fragment: int, version: int, *, closing: bool) -> bool:
-        """Close a round: outer step and encoding of the new version. False: nothing has changed."""
-        gradient = self._rounds.pop(round_).gradient()
+        """Close a round: outer step and encoding of the new version. False: nothing has changed.
+
+        A closing round into which nobody gave anything only encodes the fragment exactly.
+        """
+        merge = self._rounds.pop(round_, None)
         step = self._outer.close if closing else self._outer.step
-        if not step(fragment, gradient):
+        if merge is not None and not step(fragment, merge.gradient()):
             return False
         self._encode(fragment, version, exact=closing)
         return True

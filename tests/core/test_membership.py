@@ -211,3 +211,12 @@ def test_a_claim_is_not_granted_after_the_end_of_the_run(syncer: Make) -> None:
     bench.do(ev.Ticked, 2000)
     assert bench.one(act.Refuse).code == "ended"
     assert not bench.of(act.Admit)
+
+
+def test_a_learner_of_an_earlier_life_brings_its_model_though_one_was_given(syncer: Make) -> None:
+    """Handing out the initial model again would undo what was trained since."""
+    bench = syncer()
+    bench.knock("a", epoch=3, versions=(4, 4))
+    assert [seed.life for seed in bench.of(act.RequestSeed)] == [bench.life("a")]
+    bench.knock("b")
+    assert bench.of(act.Announce) == []

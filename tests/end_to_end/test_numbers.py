@@ -118,6 +118,7 @@ def test_an_untrained_bf16_learner_has_nothing_to_give() -> None:
     rounded = small_model(2).to(torch.bfloat16)
     with running_syncer(sync_every=4, fragments=1, overlap=1) as syncer:
         first = diloco_plugin.attach(exact, sgd(exact), syncer.address, name="exact")
+        until(lambda: syncer.status()["state"] == "running")
         before = global_model(syncer)
         second = diloco_plugin.attach(rounded, sgd(rounded, 0.0), syncer.address, name="rounded")
         constant_steps(rounded, second._optimizers[0], 40)

@@ -248,7 +248,8 @@ class Syncer:
         if old is not None and old != route:
             self._lives.pop(old, None)
         self._routes[life], self._lives[route] = route, life
-        self._model_config = self._model_config or hello.model_config
+        if problem is None:  # who is turned away has no say in what is published
+            self._model_config = self._model_config or hello.model_config
         self._step(
             ev.Knocked(
                 now_ns=now,

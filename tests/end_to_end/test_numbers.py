@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import diloco_plugin
-from diloco_plugin.config import parameters_from
 from diloco_plugin.syncer import Syncer
-from diloco_plugin.syncer.model import GlobalModel
-from diloco_plugin.tensors.layout import build_layout, census
 from tests.end_to_end.fleet import batches, largest_difference, run_all, small_model, train_step
 from tests.syncers import global_model, running_syncer
 from tests.waiting import until
@@ -37,24 +31,6 @@ def constant_steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: in
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-
-
-@pytest.mark.parametrize("merge", ["rda", "direct"])
-def test_the_merged_result_does_not_depend_on_the_order_of_arrival(merge: str) -> None:
-    """All 24 orders of 4 learners; fp32 sums differ in the last bits: 1e-6 of the largest value."""
-    layout = build_layout(census(small_model()).specs, 1)
-    generator = torch.Generator().manual_seed(3)
-    pushes = [torch.randn(layout.elements, generator=generator) for _ in range(4)]
-    results = []
-    for order in itertools.permutations(range(4)):
-        model = GlobalModel(layout, parameters_from({"merge": merge}))
-        for m in order:
-            size = model.measure(0, pushes[m])
-            model.fold(0, 0, pushes[m], size, tokens=100 * (m + 1), steps=4, closing=False)
-        assert model.merge(0, 0, 1, closing=False)
-        results.append(model.theta[0].clone())
-    spread = max(float((r - results[0]).abs().max()) for r in results)
-    assert spread <= 1e-6 * float(results[0].abs().max())
 
 
 class Zoo(nn.Module):
@@ -168,57 +144,3 @@ def test_bf16_on_the_wire_is_rounded_and_closing_is_exact() -> None:
         assert torch.equal(parameter.detach(), final[name])
         if name.endswith("weight"):
             assert not torch.equal(parameter.detach(), parameter.detach().bfloat16().float())
-
-
-def test_learners_that_finish_one_after_the_other_move_the_model_by_what_they_had() -> None:
-    """Four learners with progress -1 each; momentum 0.9 must not turn four goodbyes into 6.3."""
-    learners, steps, lr = 4, 10, 0.1
-    models = [small_model(0) for _ in range(learners)]
-    with running_syncer(sync_every=1000, fragments=2, outer_lr=0.7, outer_momentum=0.9) as syncer:
-        attached = run_all(
-            [
-                lambda m=m: diloco_plugin.attach(
-                    models[m], sgd(models[m], lr), syncer.address, name=f"l{m}"
-                )
-                for m in range(learners)
-            ]
-        )
-        before = global_model(syncer)
-        for m, learner in enumerate(attached):
-            constant_steps(models[m], learner._optimizers[0], steps)
-        # each closes alone: the others, in no hurry, answer nothing until it is their turn
-        for m, learner in enumerate(attached):
-            learner.close()
-            final = global_model(syncer)
-            for name, parameter in models[m].named_parameters():
-                assert torch.equal(parameter.detach(), final[name]), "the leaver has another model"
-    moved = {name: float((before[name] - final[name]).max()) for name in before}
-    given = steps * lr
-    assert all(0.99 * given <= move <= learners * given * 1.01 for move in moved.values())
-
-
-@pytest.mark.parametrize("steps", [(7, 20, 33)])
-def test_learners_of_unequal_length_leave_with_the_model_of_their_last_round(
-    steps: tuple[int, ...],
-) -> None:
-    models = [small_model(m) for m in range(len(steps))]
-
-    def job(m: int, address: str) -> Callable[[], None] | None:
-        optimizer = torch.optim.AdamW(models[m].parameters(), lr=1e-2)
-        with diloco_plugin.attach(models[m], optimizer, address, name=f"l{m}"):
-            for batch in batches(m, steps[m]):
-                train_step(models[m], optimizer, batch)
-        return None
-
-    with running_syncer() as syncer:
-        run_all([lambda m=m: job(m, syncer.address) for m in range(len(steps))], seconds=60)
-        final = global_model(syncer)
-        body = syncer.status()
-    assert body["learners"] == []
-    assert body["fates"]["merged"] > 0
-    assert body["fates"]["rejected"] == {}
-    same = [
-        all(torch.equal(p.detach(), final[name]) for name, p in model.named_parameters())
-        for model in models
-    ]
-    assert any(same), "the last one to leave holds another model than the syncer"

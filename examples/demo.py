@@ -29,8 +29,8 @@ from backstage.run import EXAMPLES, POLL_SECONDS, Run
 FLAGS: Final = ["--sync-every", "10", "--fragments", "10", "--quorum", "2"]
 WHY: Final = (
     "Every fragment is merged each 10 steps instead of 24, since the run is short, and from two"
-    " learners at least, since four that share two cores take turns. All else is default: outer SGD,"
-    " lr 0.7, Nesterov momentum 0.5."
+    " learners or more, since four that share two cores take turns. The rest is default: outer"
+    " SGD, lr 0.7, Nesterov momentum 0.5."
 )
 
 

@@ -178,8 +178,8 @@ def _presence(axes: Any, run: Run) -> None:
     for row, (color, act) in enumerate(zip(_COLORS, run.acts.values(), strict=True)):
         axes.plot(act.seen, [row] * len(act.seen), "|", color=color, ms=9, mew=3)
     for _, clock, what in run.events:
-        if VICTIM in what and clock:
-            word = next(word for word in ("killed", "started", "back") if word in what)
+        word = next((word for word in ("killed", "started", "back") if word in what), None)
+        if VICTIM in what and word:
             axes.axvline(clock, color="0.4", lw=0.8, ls=":")
             axes.text(clock, -0.6, word, fontsize="small", va="bottom", ha="center")
     axes.set(yticks=range(len(CAST)), yticklabels=list(CAST), xlabel="step", ylim=(3.6, -0.6))

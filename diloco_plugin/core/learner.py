@@ -206,7 +206,8 @@ class LearnerCore:
     def _give(self, index: int, part: Part, number: int) -> None:
         assert part.staged is not None
         steps, tokens = part.staged
-        part.staged, part.pull, part.given = None, None, number
+        part.staged, part.pull = None, None
+        part.given = part.owed = number
         part.sending += 1
         base, exact = part.base, part.exact
         self._out.append(
@@ -295,6 +296,8 @@ class LearnerCore:
                     part.pull, part.exact = event.round, event.closing
             case ev.Announced():
                 self._seed_serving = False
+                if part.owed is not None and part.owed == part.merged:
+                    part.owed = None  # its version is announced right after its fate
                 if event.version > part.announced:
                     part.announced, part.clock = event.version, event.clock
                     part.announced_exact = event.exact
@@ -330,7 +333,12 @@ class LearnerCore:
             text = f"the syncer refused fragment {event.fragment}: {event.fate} ({event.reason})"
             self._out.append(act.Note(text=text))
         self.fates[key] = self.fates.get(key, 0) + 1
-        if event.fate == "merged" or part.given != event.round:
+        if event.fate == "merged":
+            part.merged = event.round
+            return
+        if part.owed == event.round:
+            part.owed = None
+        if part.given != event.round:
             return
         part.given, part.close_asked, part.due = None, False, None
         if self.closing and refused:

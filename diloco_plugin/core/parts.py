@@ -28,6 +28,11 @@ class Part:
     exact: bool = False
     #: round that got a push from the current base; the same progress is not given twice
     given: int | None = None
+    #: newest round that got a push, from whatever base, and has told neither its fate nor, once
+    #: merged, the version that holds it: what is applied in between leaves that push valid
+    owed: int | None = None
+    #: newest round whose fate was told as merged
+    merged: int | None = None
     #: pushes whose staging buffer is still in use. They are differenced against the base while they
     #: travel, so the base must not change under them
     sending: int = 0
@@ -52,11 +57,11 @@ class Part:
     def in_hand(self) -> bool:
         """Does the learner hold the newest version that it knows of, exactly, and nothing else?"""
         newest = self.announced <= self.base and self.arrived is None
-        return newest and self.steps == 0 and self.base_exact
+        return newest and self.steps == 0 and self.base_exact and self.owed is None
 
     def let_go(self) -> None:
         """What was between this learner and its syncer is void."""
-        self.pull = self.given = self.due = None
+        self.pull = self.given = self.owed = self.merged = self.due = None
         self.close_asked = False
 
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import GPT2LMHeadModel
+from transformers.utils.logging import disable_progress_bar
 
 from backstage.run import CAST, VICTIM, Act, Run
 from text import CONTEXT, training_text
@@ -47,6 +48,7 @@ class Losses:
 
 def load(folder: Path) -> GPT2LMHeadModel:
     """The global model, as anybody would load it."""
+    disable_progress_bar()
     return GPT2LMHeadModel.from_pretrained(folder)
 
 

@@ -72,17 +72,15 @@ def _compare(console: Console, children: Children, run: Run, *, parallel: bool) 
     import torch
 
     from backstage import results
-    from backstage.baselines import held_out_loss
 
     torch.set_num_threads(1)
     model = results.load(run.folder)
-    merged = round(held_out_loss(model), 4)
     text = results.sample(model)
     for child in baselines:
         while child.code is None:
             time.sleep(POLL_SECONDS)
         child.check()
-    losses = results.gather(run, merged, [_report(run.folder, child.name) for child in baselines])
+    losses = results.gather(run, model, [_report(run.folder, child.name) for child in baselines])
     seconds = {"run": run.events[-1][0], "baselines": time.monotonic() - began}
     seconds["total"] = run.seconds
     results.plot(run.folder / "loss.png", run, losses)

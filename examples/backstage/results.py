@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import GPT2LMHeadModel
 from transformers.utils.logging import disable_progress_bar
 
+from backstage.baselines import held_out_loss
 from backstage.run import CAST, VICTIM, Act, Run
 from text import CONTEXT, training_text
 
@@ -33,6 +34,8 @@ class Losses:
     """Held-out losses in nats per byte, at the end and on the way."""
 
     merged: float = float("nan")
+    #: the merged model on the part of the held-out text that the curves are measured on
+    merged_on_curve: float = float("nan")
     #: by the name of the learner whose part of the text it is
     alone: dict[str, float] = field(default_factory=dict)
     everything: float = float("nan")
@@ -52,9 +55,9 @@ def load(folder: Path) -> GPT2LMHeadModel:
     return GPT2LMHeadModel.from_pretrained(folder)
 
 
-def gather(run: Run, merged: float, reports: list[Path]) -> Losses:
-    """Put the reports of the baselines together."""
-    losses = Losses(merged)
+def gather(run: Run, model: GPT2LMHeadModel, reports: list[Path]) -> Losses:
+    """Measure the merged model, and put the reports of the baselines together."""
+    losses = Losses(round(held_out_loss(model), 4), held_out_loss(model, 0.25))
     names = {f"alone:{act.status.get('index')}": name for name, act in run.acts.items()}
     for report in reports:
         for text in report.read_text(encoding="utf-8").splitlines():
@@ -150,7 +153,12 @@ def plot(file: Path, run: Run, losses: Losses) -> None:
             label = None if number else f"{act.name}, together"
             upper.plot(*zip(*life, strict=True), color=color, marker=".", lw=1.2, label=label)
     upper.plot(
-        run.steps, losses.merged, "*", color="green", ms=14, label="global model, at the end"
+        run.steps,
+        losses.merged_on_curve,
+        "*",
+        color="green",
+        ms=14,
+        label="global model, at the end",
     )
     upper.set(ylabel="held-out loss (nats per byte)")
     upper.legend(fontsize="small")
@@ -178,7 +186,7 @@ def _lives(run: Run, act: Act) -> list[list[tuple[float, float]]]:
 
 def _presence(axes: Any, run: Run) -> None:
     for row, (color, act) in enumerate(zip(_COLORS, run.acts.values(), strict=True)):
-        axes.plot(act.seen, [row] * len(act.seen), "|", color=color, ms=9, mew=3)
+        axes.plot(act.seen, [row] * len(act.seen), "|", color=color, ms=9, mew=5)
     for _, clock, what in run.events:
         word = next((word for word in ("killed", "started", "back") if word in what), None)
         if VICTIM in what and word:

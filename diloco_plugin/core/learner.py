@@ -7,6 +7,8 @@ CaptureBase, Restore) come out of training-thread events only.
 
 from __future__ import annotations
 
+from typing import Final
+
 from . import actions as act
 from . import events as ev
 from . import parts, policy
@@ -14,6 +16,10 @@ from .link import Duty, Link, Standing
 from .pace import Pace
 from .parameters import Parameters
 from .parts import Part
+
+#: A learner that has finished takes this many versions of each fragment, on average, before it is
+#: content with those that hold its own progress.
+CHASES: Final = 3
 
 
 class LearnerCore:
@@ -41,6 +47,8 @@ class LearnerCore:
         #: the base is on its way to the syncer, which has not said yet that it holds it
         self._seed_serving = False
         self._restore = False
+        #: versions applied since training has ended
+        self._chased = 0
         self._now_ns = now_ns
         self._pace = Pace(now_ns)
         self._out: list[act.LearnerAction] = []
@@ -95,7 +103,8 @@ class LearnerCore:
     def nothing_left(self) -> bool:
         """Has the syncer taken all progress, and does this learner hold all that was announced?"""
         settled = self.link.standing is Standing.LIVE and not self._seed_serving
-        return settled and all(part.in_hand for part in self.parts)
+        parts = self.parts
+        return settled and all(p.done and (p.newest or self._ignores(p)) for p in parts)
 
     def next_deadline_ns(self) -> int:
         """The latest time at which a Ticked event must come if nothing else happens."""
@@ -120,7 +129,9 @@ class LearnerCore:
             self._seed()
         self._stage_due()
         for index, part in enumerate(self.parts):
-            if part.arrived is not None and self._may_apply(part):
+            if part.arrived is not None and self._ignores(part):
+                self._release(index, part)
+            elif part.arrived is not None and self._may_apply(part):
                 self._apply(index, part, part.arrived)
         if self.link.standing is Standing.TAKING and all(part.base >= 0 for part in self.parts):
             self.link.standing = Standing.LIVE
@@ -135,7 +146,15 @@ class LearnerCore:
         """Lockstep applies a result exactly `overlap` steps after its due point, not earlier."""
         if part.sending:
             return False
+        if self.closing and self.link.standing is Standing.LIVE and not part.taken_or_refused:
+            return False  # the last progress is given first: there is no later round for it
         return not self._lockstep or part.due is None or self.closing or self._over(part)
+
+    def _ignores(self, part: Part) -> bool:
+        """At the end of training, others go on merging: they must not keep a learner for ever."""
+        if not self.closing or not part.done:
+            return False
+        return not part.announced_exact or self._chased > CHASES * len(self.parts)
 
     def _over(self, part: Part) -> bool:
         return part.due is not None and self.clock >= part.due + self._overlap
@@ -149,8 +168,9 @@ class LearnerCore:
         if part.staged is not None:
             self._unstage(index, part)
         part.base, part.arrived, part.given, part.due = version, None, None, None
-        part.base_exact = part.announced_exact
+        part.base_exact = part.incoming_exact
         part.steps = part.tokens = 0
+        self._chased += self.closing
         part.close_asked = False
         self.clock = max(self.clock, part.clock)
 
@@ -298,6 +318,7 @@ class LearnerCore:
                 self._seed_serving = False
                 if part.owed is not None and part.owed == part.merged:
                     part.owed = None  # its version is announced right after its fate
+                    part.needed = event.version
                 if event.version > part.announced:
                     part.announced, part.clock = event.version, event.clock
                     part.announced_exact = event.exact
@@ -319,11 +340,15 @@ class LearnerCore:
         """Fetch announced versions, oldest round first, into free arrival buffers."""
         if not self.link.connected:
             return
-        wanted = [(part.clock, index) for index, part in enumerate(self.parts) if part.wanted]
+        wanted = [
+            (part.clock, index)
+            for index, part in enumerate(self.parts)
+            if part.wanted and not self._ignores(part)
+        ]
         for _, index in sorted(wanted)[: self._arrivals_free]:
             part = self.parts[index]
             self._arrivals_free -= 1
-            part.fetching = part.announced
+            part.fetching, part.incoming_exact = part.announced, part.announced_exact
             self._out.append(act.Fetch(fragment=index, version=part.announced))
 
     def _hear_fate(self, event: ev.FateTold, part: Part) -> None:
@@ -378,12 +403,15 @@ class LearnerCore:
             if part.staged is not None:
                 self._unstage(index, part)
             if part.fetching is not None or part.arrived is not None:
-                part.fetching = part.arrived = None
-                self._arrivals_free += 1
-                self._out.append(act.Release(fragment=index))
+                self._release(index, part)
             part.let_go()
         if any(part.sending for part in self.parts):
             self._out.append(act.Forfeit())
+
+    def _release(self, index: int, part: Part) -> None:
+        part.fetching = part.arrived = None
+        self._arrivals_free += 1
+        self._out.append(act.Release(fragment=index))
 
     def _tick(self) -> None:
         match self.link.tick(self._now_ns):

@@ -16,9 +16,12 @@ class Part:
     #: newest version that was announced, and the clock of its round
     announced: int = -1
     clock: int = 0
-    #: does that version travel without losing a digit, and did the base?
+    #: does that version travel without losing a digit, does the one on its way, and did the base?
     announced_exact: bool = True
+    incoming_exact: bool = True
     base_exact: bool = True
+    #: oldest version that holds everything this learner gave
+    needed: int = -1
     #: version that is being fetched, or has arrived and waits for the next boundary
     fetching: int | None = None
     arrived: int | None = None
@@ -54,13 +57,24 @@ class Part:
         return self.announced > self.base and idle
 
     @property
-    def in_hand(self) -> bool:
-        """Does the learner hold the newest version that it knows of, exactly, and nothing else?"""
-        newest = self.announced <= self.base and self.arrived is None
-        return newest and self.steps == 0 and self.base_exact and self.owed is None
+    def newest(self) -> bool:
+        """Is the base the newest version that is known?"""
+        return self.announced <= self.base and self.arrived is None
+
+    @property
+    def done(self) -> bool:
+        """Is all progress taken, and does the base hold it, to the last digit?"""
+        taken = self.steps == 0 and self.owed is None
+        return taken and self.base_exact and self.base >= self.needed
+
+    @property
+    def taken_or_refused(self) -> bool:
+        """Is there no progress that a version which is applied now would undo?"""
+        return self.steps == 0 or (self.given is not None and self.given == self.merged)
 
     def let_go(self) -> None:
         """What was between this learner and its syncer is void."""
+        self.needed = -1
         self.pull = self.given = self.owed = self.merged = self.due = None
         self.close_asked = False
 

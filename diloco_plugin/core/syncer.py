@@ -200,11 +200,12 @@ class SyncerCore:
             self._refuse(claim.knock.life, "name", self._name_taken(holder.life.name))
 
     def _admit(self, knock: Knocked, now: int) -> None:
-        if not self.rounds.versions:
+        if self.state is RunState.EMPTY and not len(self.members):
             self.rounds.lay_out(knock.fragments)
             if self._seeded and knock.epoch == 0:
                 self.state = RunState.RUNNING
             elif self._seeded:  # handing out the initial model again would undo its training
+                self._seeded = False
                 text = "it comes from an earlier life of the syncer: its model is taken, not --init"
                 self._out.append(act.Note(text=f"learner {knock.life.name!r}: {text}"))
         keep = self._may_keep(knock)

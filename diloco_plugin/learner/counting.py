@@ -229,6 +229,12 @@ def refuse_unsupported(optimizers: Sequence[object]) -> None:
                 )
 
 
+def parameter_count(optimizer: object) -> int:
+    """How many parameters an optimizer holds. Costs one look at each of its groups."""
+    groups = getattr(unwrap(optimizer), "param_groups", None) or []
+    return sum(len(group["params"]) for group in groups)
+
+
 def unknown_parameters(optimizers: Sequence[object], known: Iterable[Tensor]) -> list[Tensor]:
     """Return what these optimizers train and is not among the known parameters, each once."""
     seen = {id(parameter) for parameter in known}

@@ -22,7 +22,12 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
 from diloco_plugin.errors import ConfigError, RefusedError, UnreachableError
-from diloco_plugin.learner.counting import StepCounter, refuse_unsupported, unknown_parameters
+from diloco_plugin.learner.counting import (
+    StepCounter,
+    parameter_count,
+    refuse_unsupported,
+    unknown_parameters,
+)
 from diloco_plugin.learner.island import Island, detect
 from diloco_plugin.learner.modelconfig import model_config_json
 from diloco_plugin.learner.naming import default_name
@@ -76,6 +81,7 @@ class Learner:
         self._alive = True
         self._busy = False
         self._warned_unknown = False
+        self._held = -1
         self._unseen = 0
         self.name = name or default_name()
         self.boundary_seconds = 0.0
@@ -236,10 +242,13 @@ class Learner:
         self._tokens.count_batch(batch)
 
     def _mind_unknown_parameters(self) -> None:
-        if self._warned_unknown:
+        held = sum(map(parameter_count, self._optimizers))
+        if held == self._held:  # looked at only when an optimizer has got or lost some
             return
+        self._held = held
         unknown = unknown_parameters(self._optimizers, self._census.tensors.values())
-        if unknown:
+        unknown = [parameter for parameter in unknown if parameter.requires_grad]
+        if unknown and not self._warned_unknown:
             self._warned_unknown = True
             log.warning(
                 "%d parameters entered the optimizer after this learner was attached: they are"

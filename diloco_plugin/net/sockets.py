@@ -123,8 +123,9 @@ class Door:
         self.socket.close(linger=0)
 
     def __del__(self) -> None:
-        if getattr(self, "socket", None) is not None:
-            _close_forgotten(self, self.socket.closed)
+        socket = getattr(self, "socket", None)
+        if socket is not None and not socket.closed:
+            _close_forgotten(self)
 
 
 class Line:
@@ -242,8 +243,9 @@ class Line:
         self._connected = False
 
     def __del__(self) -> None:
-        if getattr(self, "_monitor", None) is not None:
-            _close_forgotten(self, self._socket.closed and self._monitor.closed)
+        monitor = getattr(self, "_monitor", None)
+        if monitor is not None and not (self._socket.closed and monitor.closed):
+            _close_forgotten(self)
 
     def _drain_monitor(self) -> None:
         while not self._monitor.closed:
@@ -354,16 +356,15 @@ def _send(socket: zmq.Socket[bytes], payloads: Sequence[Payload]) -> None:
         raise lost
 
 
-def _close_forgotten(thing: Door | Line, closed: bool) -> None:
+def _close_forgotten(thing: Door | Line) -> None:
     # pyzmq warns first; where warnings are errors its socket stays open, and the end of the context
     # then waits for it forever.
-    if not closed:
-        thing.close()
-        warnings.warn(
-            f"{type(thing).__name__} at {thing.address} was never closed: call close().",
-            ResourceWarning,
-            stacklevel=3,
-        )
+    thing.close()
+    warnings.warn(
+        f"{type(thing).__name__} at {thing.address} was never closed: call close().",
+        ResourceWarning,
+        stacklevel=3,
+    )
 
 
 def _bind_error(address: Address, error: zmq.ZMQError) -> Exception:

@@ -109,8 +109,14 @@ class Bulk:
         self._thread.start()
 
     def use_model(self, model: GlobalModel) -> None:
-        """The run has a layout now."""
-        self._command(lambda: setattr(self, "_model", model))
+        """The run has a layout now (another one than before, if nobody has brought a model yet)."""
+
+        def command() -> None:
+            self._model = model
+            self._slots.clear()
+            self._slots_made = 0
+
+        self._command(command)
 
     def expect(self, token: bytes, life: Life) -> None:
         """Whoever shows this token is that learner."""

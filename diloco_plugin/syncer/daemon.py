@@ -265,26 +265,35 @@ class Syncer:
         )
 
     def _layout_problem(self, hello: msg.Hello) -> str:
-        """What differs between this learner's model and the run's, made by the first one."""
+        """What differs between this learner's model and the run's, made by the first one.
+
+        While nobody has brought a model, whoever knocks next may have another one.
+        """
         specs = tuple(
             TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors
         )
         if self.config.parameters.buffers == "local":
             specs = tuple(spec for spec in specs if spec.kind != BUFFER)
-        if self._merging.model is not None:
-            return "; ".join(differences(self._specs, specs))
+        nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
+        problem = "; ".join(differences(self._specs, specs)) if self._merging.model else ""
+        if self._merging.model is not None and not (problem and nobody):
+            return problem
         try:
             check_specs(specs)
             layout = build_layout(specs, self.config.parameters.fragments)
             model = GlobalModel(layout, self.config.parameters)
             if self._init is not None:
                 model.load(self._init)
-                if problem := model.complete_seed():
-                    raise LayoutError(f"the model given with --init is unusable: {problem}.")
+                if unusable := model.complete_seed():
+                    raise LayoutError(f"the model given with --init is unusable: {unusable}.")
         except LayoutError as error:
             return str(error)
-        self._merging.model, self._specs = model, specs
-        self._init = None
+        except (MemoryError, RuntimeError):
+            size = 4e-9 * sum(spec.numel for spec in specs)
+            return (
+                f"the syncer has no room for this model, of which it needs four times {size:.1f} GB"
+            )
+        self._merging.model, self._specs, self._init = model, specs, None
         self._bulk.use_model(model)
         if len(layout.fragments) < self.config.parameters.fragments:
             log.info(

@@ -180,11 +180,11 @@ def _tied(spec: TensorSpec) -> str:
 def _prefixes(run: Mapping[str, TensorSpec], learner: Mapping[str, TensorSpec]) -> Iterator[str]:
     """The one difference that is met most: the same model, one level deeper in another one."""
     if prefix := _holder(run, learner):
-        yield f'the run\'s model is what this learner calls {prefix}: attach with within="{prefix}"'
+        yield f'the run\'s model is what this learner calls {prefix}: attach with module="{prefix}"'
     if prefix := _holder(learner, run):
         yield (
             f"this learner's model is what the run calls {prefix}: start the run again from"
-            f' learners that attach with within="{prefix}"'
+            f' learners that attach with module="{prefix}"'
         )
 
 

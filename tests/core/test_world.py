@@ -38,7 +38,7 @@ def test_learners_finish_one_after_the_other_and_leave_nothing_behind(
     world.run_until(lambda: not world.learners, 30)
     for learner in learners:
         assert learner.left
-        assert all(part.in_hand for part in learner.core.parts)
+        assert all(part.done for part in learner.core.parts)
     assert not world.syncer.core.rounds.flights
     assert len(world.syncer.core.members) == 0
 
@@ -254,3 +254,24 @@ def test_a_quorum_of_two_is_not_stalled_by_a_clock_that_ran_ahead() -> None:
     world.run(10)
     assert world.syncer.core.rounds.merged > 0
     assert world.learners["b"].core.clock >= 4000
+
+
+def test_a_learner_leaves_though_others_merge_faster_than_it_can_fetch() -> None:
+    world = World(_parameters(fragments=8, overlap=2), transfer_ms=120.0)
+    for name in "bcd":
+        world.learner(name, step_ms=20)
+    first = world.learner("a", step_ms=20, steps=50)
+    world.run_until(lambda: first.left, 60)
+
+
+@pytest.mark.parametrize("steps", [5, 9, 14, 23])
+def test_the_last_progress_is_merged_and_not_overwritten_by_others(steps: int) -> None:
+    world = World(_parameters())
+    others = [world.learner(name, step_ms=30) for name in "bc"]
+    first = world.learner("a", step_ms=50, steps=steps)
+    world.run_until(lambda: first.core.closing, 60)
+    had = [part for part in first.core.parts if part.steps and not part.taken_or_refused]
+    before = first.core.fates.get("merged", 0)
+    world.run_until(lambda: first.left, 60)
+    assert first.core.fates["merged"] - before >= len(had)
+    assert all(learner.alive for learner in others)

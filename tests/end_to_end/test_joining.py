@@ -257,3 +257,16 @@ def test_a_run_of_another_name_is_refused() -> None:
         with Forged(syncer.address, "old", one_weight(3)) as old:
             old.hello(protocol=msg.PROTOCOL + 1)
             assert old.hear(msg.Refuse).code == "protocol"
+
+
+def test_a_first_learner_that_brought_nothing_does_not_fix_the_model() -> None:
+    """It knocked, and died before anybody had its model: the next one may have another."""
+    with running_syncer(lease=1.0) as syncer:
+        with Forged(syncer.address, "dead", one_weight(4, 4)) as dead:
+            dead.hello()
+            until(lambda: syncer.status()["learners"], message="the first one is in")
+        other = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        until(lambda: not syncer.status()["learners"], 15, "its lease is over")
+        diloco_plugin.attach(other, optimizer, syncer.address, name="next").close()
+        assert sorted(global_model(syncer)) == ["bias", "weight"]

@@ -223,8 +223,8 @@ class TestDifferences:
 
     def test_a_model_inside_another_one_is_recognized(self) -> None:
         deeper = [spec(f"model.{s.name}", *s.shape) for s in self.RUN]
-        assert 'attach with within="model"' in differences(self.RUN, deeper)[0]
-        assert 'attach with within="model"' in differences(deeper, self.RUN)[0]
+        assert 'attach with module="model"' in differences(self.RUN, deeper)[0]
+        assert 'attach with module="model"' in differences(deeper, self.RUN)[0]
 
     def test_there_is_an_end_to_everything(self) -> None:
         assert differences([], []) == []

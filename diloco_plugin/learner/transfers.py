@@ -27,8 +27,8 @@ from diloco_plugin.wire.chunks import (
 from diloco_plugin.wire.framing import decode_bulk, encode
 from diloco_plugin.wire.messages import Bulk, BulkHello, Chunk, Gone, Want
 
-#: Chunks of 1 MiB that one fetch may have on its way.
-WINDOW: Final = 4
+#: Chunks of 1 MiB that one fetch may have on its way: each waits in the syncer's memory.
+WINDOW: Final = 2
 
 
 @dataclass(slots=True)

@@ -63,7 +63,6 @@ class Incoming:
     fragment: int
     codec: Codec
     target: Tensor | None = None  # flat fp32, exactly as long as the fragment
-    slot: Tensor | None = None  # the receive slot that `target` is a part of
     receiver: Receiver | None = None
     #: when its last byte came, or when it was granted
     moved: float = 0.0
@@ -82,14 +81,18 @@ class Peer:
 class Bulk:
     """Owns the bulk door. All but the constructor and the commands runs in its own thread."""
 
-    def __init__(self, door: Door, slots: int, patience: float, reports: Reports) -> None:
-        """`slots`: pushes that may come at once; `patience`: seconds without a byte of one."""
+    def __init__(self, door: Door, kept: int, patience: float, reports: Reports) -> None:
+        """`kept`: pushes that are kept until their round closes (lockstep), else 0.
+
+        `patience`: seconds that a transfer may go without a byte.
+        """
         self._door = door
         self._patience = patience
         self._reports = reports
-        self._slots_max = slots
-        self._slots_made = 0
-        self._slots: list[Tensor] = []
+        self._kept = kept
+        #: elements that pushes on their way in, or not folded yet, may take, and do take
+        self._room = 0
+        self._taken = 0
         self._model: GlobalModel | None = None
         self._tokens: dict[bytes, Life] = {}
         self._peers: dict[bytes, Peer] = {}
@@ -113,8 +116,9 @@ class Bulk:
 
         def command() -> None:
             self._model = model
-            self._slots.clear()
-            self._slots_made = 0
+            largest = max(fragment.elements for fragment in model.layout.fragments)
+            # Two at least: one learner that stops halfway must not keep all others out.
+            self._room = max(model.layout.elements // 3, 2 * largest, self._kept * largest)
 
         self._command(command)
 
@@ -127,9 +131,9 @@ class Bulk:
         self._command(lambda: self._forget(life))
 
     def receive(self, life: Life, round_: int, fragment: int, codec_name: str) -> None:
-        """Let a push come, as soon as a slot is free."""
+        """Let a push come, as soon as there is room for it."""
         transfer = Incoming(life, "push", round_, fragment, codec(codec_name))
-        self._command(lambda: self._await_slot(transfer))
+        self._command(lambda: self._await_room(transfer))
 
     def receive_seed(self, life: Life) -> None:
         """Fetch the whole model from this learner, straight into theta."""
@@ -140,8 +144,8 @@ class Bulk:
         self._command(lambda: self._discard((life, round_)))
 
     def release(self, slot: Tensor) -> None:
-        """A receive slot is free again."""
-        self._command(lambda: self._slots.append(slot))
+        """A push was folded or is not wanted: its memory is free again."""
+        self._command(lambda: self._free(slot))
 
     def stop(self, timeout_seconds: float) -> None:
         """Close the door and end the thread."""
@@ -183,7 +187,7 @@ class Bulk:
             except Empty:
                 break
             command()
-        self._fill_slots()
+        self._make_room()
 
     def _take(self, route: bytes, frames: list[Any]) -> None:
         """One message. Bytes that break the protocol are counted; they harm only their transfer."""
@@ -229,39 +233,34 @@ class Bulk:
 
     # ---- in ----
 
-    def _await_slot(self, transfer: Incoming) -> None:
+    def _await_room(self, transfer: Incoming) -> None:
         key = (transfer.life, transfer.key)
         self._incoming[key] = transfer
         self._waiting.append(key)
 
-    def _fill_slots(self) -> None:
+    def _make_room(self) -> None:
         while self._waiting:
             transfer = self._incoming.get(self._waiting[0])
             if transfer is not None:
-                slot = self._free_slot()
-                if slot is None:
-                    return
                 assert self._model is not None
                 elements = self._model.layout.fragments[transfer.fragment].elements
-                transfer.slot, transfer.target = slot, slot[:elements]
+                if self._taken + elements > self._room:
+                    return
+                self._taken += elements
+                transfer.target = torch.empty(elements)
                 transfer.receiver = Receiver(chunk_count(elements), WINDOW)
                 self._grant(transfer)
             self._waiting.popleft()
 
     def _give_up_on_the_silent(self) -> None:
-        """A transfer that stands still must not hold its slot, nor its round."""
+        """A transfer that stands still must not hold its room, nor its round."""
         limit = time.monotonic() - self._patience
         for transfer in [*self._incoming.values(), self._seed]:
             if transfer is not None and transfer.receiver is not None and transfer.moved < limit:
                 self._fail(transfer, "stalled")
 
-    def _free_slot(self) -> Tensor | None:
-        if self._slots:
-            return self._slots.pop()
-        if self._slots_made >= self._slots_max or self._model is None:
-            return None
-        self._slots_made += 1
-        return torch.empty(max(f.elements for f in self._model.layout.fragments))
+    def _free(self, slot: Tensor) -> None:
+        self._taken -= slot.numel()
 
     def _begin_seed(self, life: Life, fragment: int = 0) -> None:
         assert self._model is not None
@@ -308,8 +307,8 @@ class Bulk:
             self._seed_fragment_done(transfer)
         else:
             del self._incoming[(life, transfer.key)]
-            assert transfer.slot is not None
-            self._reports.push_arrived(life, transfer.key, transfer.fragment, transfer.slot)
+            assert transfer.target is not None
+            self._reports.push_arrived(life, transfer.key, transfer.fragment, transfer.target)
 
     def _store(self, transfer: Incoming, message: Chunk, frames: list[Any]) -> None:
         assert transfer.target is not None
@@ -347,8 +346,8 @@ class Bulk:
 
     def _discard(self, key: PushKey) -> None:
         transfer = self._incoming.pop(key, None)
-        if transfer is not None and transfer.slot is not None:
-            self._slots.append(transfer.slot)
+        if transfer is not None and transfer.target is not None:
+            self._free(transfer.target)
 
     # ---- out ----
 

@@ -83,7 +83,7 @@ class Syncer:
             self._context.destroy(linger=0)
             raise
         self._bulk_port = bulk_door.port
-        self._bulk = Bulk(bulk_door, self._receive_slots(), config.parameters.lease, self)
+        self._bulk = Bulk(bulk_door, self._pushes_kept(), config.parameters.lease, self)
         self._waker = Waker()
         self._merging = Merging(self._post, self._bulk.release)
         self._specs: tuple[TensorSpec, ...] = ()
@@ -187,13 +187,10 @@ class Syncer:
         control = Address.parse(self.config.bind)
         return Door(self._context, control.beside(), "bulk")
 
-    def _receive_slots(self) -> int:
-        """Pushes that may be on their way in at once: a third of the model's size, or two."""
+    def _pushes_kept(self) -> int:
+        """Lockstep keeps all pushes of a round until its close, to fold them in a fixed order."""
         parameters = self.config.parameters
-        if parameters.lockstep:  # all of a round are kept until its close
-            return parameters.learners * max(1, parameters.overlap) + 1
-        # two at least: one learner that stops halfway must not keep all others out
-        return max(2, min(8, parameters.fragments // 3))
+        return parameters.learners * max(1, parameters.overlap) + 1 if parameters.lockstep else 0
 
     def _make_publisher(self) -> Publisher | None:
         if not self.config.publish:

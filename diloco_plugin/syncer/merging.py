@@ -73,7 +73,7 @@ class Merging:
 
         def job() -> None:
             model = self.the_model
-            size = model.measure(fragment, slot[: model.layout.fragments[fragment].elements])
+            size = model.measure(fragment, slot)
             self._slots[(life, round_)] = (slot, size)
             self._post(
                 ev.Received(
@@ -111,11 +111,10 @@ class Merging:
         def job() -> None:
             model, key = self.the_model, (action.life, action.round)
             slot, size = self._slots[key]
-            delta = slot[: model.layout.fragments[action.fragment].elements]
             model.fold(
                 action.round,
                 action.fragment,
-                delta,
+                slot,
                 size,
                 tokens=action.tokens,
                 steps=action.steps,

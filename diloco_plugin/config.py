@@ -221,6 +221,9 @@ def parameters_from(
 
 def _parameters(values: dict[str, Any], sources: Mapping[str, str]) -> Parameters:
     """Parameters of values whose types are right; ranges and outer optimizer are checked."""
+    every = values.get("sync_every", Parameters.__dataclass_fields__["sync_every"].default)
+    if "fragments" not in values and every < 24:
+        values = values | {"fragments": every}  # more than one a step there cannot be
     parameters = Parameters(**values)
     _raise_for(parameters.problem(), sources)
     # Late: it needs torch, which `diloco --help` and `diloco status` can do without.

@@ -14,6 +14,8 @@ from .parameters import SECOND_NS, Parameters
 QUIET_STEPS: Final = 8
 #: Lives that are remembered after they have gone.
 LEDGERS_MAX: Final = 1024
+#: Learners at once; a run of more than this many jobs is an accident.
+MEMBERS_MAX: Final = 1024
 
 
 #: How long an index waits for the learner that asked for it to shard its data before it joins.
@@ -57,6 +59,8 @@ class Member:
     lease_until_ns: int
     #: last sign that training moves, or that it is being kept from moving by us
     moved_ns: int
+    #: when its clock was told last; a clock can only run so fast
+    clocked_ns: int
     stage: Stage
     clock: int
     #: newest clock of the run that it was told because its own had fallen behind
@@ -113,6 +117,7 @@ class Members:
             order=self._arrivals,
             lease_until_ns=now_ns + lease_ns,
             moved_ns=now_ns,
+            clocked_ns=now_ns,
             stage=Stage.WAITING,
             clock=clock,
             data_seed=seed,

@@ -22,7 +22,8 @@ STEP_CAP: Final = 4
 PROBE_NS: Final = 2 * SECOND_NS
 BACKOFF_MIN_NS: Final = SECOND_NS // 2
 BACKOFF_MAX_NS: Final = 10 * SECOND_NS
-CLOCK_MAX: Final = 2**53
+#: No training steps faster than this; a clock that claims more is wrong, and everybody follows it.
+STEP_MIN_NS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,9 @@ class Rounds:
         member = self._members.get(life)
         if member is None:
             return False
+        if member.closing:  # it does nothing but answer: one that does not is stuck
+            since = max(flight.opened_ns, member.moved_ns)
+            return now_ns - since <= self.parameters.lease_ns
         return self._awake(member, now_ns)
 
     def _awake(self, member: Member, now_ns: int) -> bool:

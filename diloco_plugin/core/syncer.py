@@ -15,7 +15,7 @@ from . import events as ev
 from . import policy, report
 from .claims import Claims
 from .events import Knocked, Life
-from .members import Member, Members, Stage
+from .members import MEMBERS_MAX, Member, Members, Stage
 from .parameters import SECOND_NS, Parameters
 from .rounds import Rounds
 
@@ -124,7 +124,9 @@ class SyncerCore:
             case ev.Progressed():
                 if event.clock > member.clock:
                     member.moved_ns = now
-                member.clock = min(max(member.clock, event.clock), policy.CLOCK_MAX)
+                most = member.clock + 1 + (now - member.clocked_ns) // policy.STEP_MIN_NS
+                member.clock = max(member.clock, min(event.clock, most))
+                member.clocked_ns = now
                 member.step_ns = event.step_ns
                 member.tokens = event.tokens
             case ev.Offered():
@@ -144,6 +146,7 @@ class SyncerCore:
                     member.moved_ns = now
             case ev.CloseAsked():
                 member.closing = True
+                member.moved_ns = now
                 self.rounds.ask_closing(member.life, event.fragments)
             case ev.Left():
                 self._turn_out(member, "it has finished", tell=False)
@@ -178,6 +181,8 @@ class SyncerCore:
         back = holder is not None and holder.life == life and self.state is RunState.ENDING
         if self._ended and not back:
             return "ended", "this run has reached its end: start a new run, or raise --steps."
+        if holder is None and len(self.members) >= MEMBERS_MAX:
+            return "full", f"the syncer has {MEMBERS_MAX} learners: it takes no more."
         expected = self.parameters.learners
         if self.parameters.lockstep and holder is None and len(self.members) >= expected:
             return (

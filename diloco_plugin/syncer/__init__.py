@@ -67,4 +67,4 @@ def serve(config: SyncerConfig) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     syncer.run()
-    return 0
+    return syncer.exit_code

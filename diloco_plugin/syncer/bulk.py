@@ -210,6 +210,8 @@ class Bulk:
         life = self._tokens.get(token)
         if life is None:
             raise WireError("stranger", "an unknown token")
+        if route in self._peers:
+            raise WireError("stranger", "a second introduction on one connection")
         old = self._routes.pop(life, None)
         if old is not None:
             self._peers.pop(old, None)
@@ -256,7 +258,10 @@ class Bulk:
         """A transfer that stands still must not hold its room, nor its round."""
         limit = time.monotonic() - self._patience
         for transfer in [*self._incoming.values(), self._seed]:
-            if transfer is not None and transfer.receiver is not None and transfer.moved < limit:
+            if transfer is None or transfer.receiver is None or transfer.moved >= limit:
+                continue
+            # A seeder serves from its next boundary on, however long its steps are.
+            if transfer.kind != "seed" or transfer.receiver.received or transfer.fragment:
                 self._fail(transfer, "stalled")
 
     def _free(self, slot: Tensor) -> None:
@@ -358,12 +363,13 @@ class Bulk:
             raise WireError("invalid", f"a want of kind {want.kind!r}, fragment {want.fragment}")
         copy = peer.reading.get(want.fragment)
         if copy is None or copy.version != want.key:
+            peer.reading.pop(want.fragment, None)
             copy = self._model.wire_copy(want.fragment)
             if copy is None or copy.version != want.key:
                 gone = Gone(kind="fetch", fragment=want.fragment, key=want.key)
                 self._send(route, encode(gone))
                 return
-            peer.reading[want.fragment] = copy
+            peer.reading[want.fragment] = copy  # until it has it all, or wants another version
         elements = self._model.layout.fragments[want.fragment].elements
         last = want.first + want.count - 1
         whole = memoryview(copy.data.numpy())  # type: ignore[arg-type]
@@ -378,17 +384,22 @@ class Bulk:
                 index=index,
                 crc=checksum(payload),
             )
-            self._send(route, encode(header), payload)
+            if not self._send(route, encode(header), payload):
+                return
         if last >= chunk_count(elements) - 1:
             peer.reading.pop(want.fragment, None)
 
-    def _send(self, route: bytes, *frames: Any) -> None:
-        peer = self._peers[route]
+    def _send(self, route: bytes, *frames: Any) -> bool:
+        """Queue one message. False: nobody is there (any more), or nobody reads."""
+        peer = self._peers.get(route)
+        if peer is None:
+            return False
         peer.outbox.append(frames)
         if len(peer.outbox) > BACKLOG_MAX:
             self._hang_up(route)
         else:
             self._flush(route)
+        return route in self._peers
 
     def _flush(self, route: bytes) -> None:
         peer = self._peers.get(route)

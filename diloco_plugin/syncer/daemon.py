@@ -23,15 +23,15 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core import policy
 from diloco_plugin.core.events import Life
 from diloco_plugin.core.syncer import RunState, SyncerCore
-from diloco_plugin.errors import LayoutError, WireError
-from diloco_plugin.hub import Publisher, parse
-from diloco_plugin.modelfile import load_init, write_model
+from diloco_plugin.errors import AddressInUseError, ConfigError, LayoutError, WireError
+from diloco_plugin.modelfile import load_init
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, Sent, new_context
 from diloco_plugin.syncer.bulk import Bulk
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
+from diloco_plugin.syncer.output import NOT_WRITTEN, Output
 from diloco_plugin.syncer.translation import event_of
 from diloco_plugin.tensors.layout import (
     BUFFER,
@@ -47,7 +47,6 @@ log = logging.getLogger("diloco.syncer")
 
 MERGER_CLOSE_SECONDS: Final = 120.0
 BULK_CLOSE_SECONDS: Final = 5.0
-PUBLISH_CLOSE_SECONDS: Final = 300.0
 #: After a RunComplete or GoingAway, the time that libzmq gets to send it.
 FAREWELL_SECONDS: Final = 0.2
 
@@ -63,6 +62,9 @@ class Syncer:
     def __init__(self, config: SyncerConfig) -> None:
         """Bind both sockets and load --init. Nobody answers before `run()`."""
         self.config = config
+        #: of the process, once `run()` has returned
+        self.exit_code = 0
+        self._output = Output(config)
         self._init = load_init(config.init) if config.init else None
         now = time.monotonic_ns()
         # Without a store, wall-clock time is what grows from one life to the next.
@@ -92,9 +94,12 @@ class Syncer:
         self._lives: dict[bytes, Life] = {}
         self._closing_rounds: set[int] = set()
         self._asking = b""
+        self._greeting: msg.Hello | None = None
+        self._has_model = self._init is not None
+        self._complained = 0.0
+        self._strange_bulk: Counter[str] = Counter()
         self._strange: Counter[str] = Counter()
         self._stopped = False
-        self._publisher = self._make_publisher()
         self._carriers = self._carriers_by_action()
 
     @property
@@ -151,61 +156,44 @@ class Syncer:
 
     def _farewell(self) -> None:
         """The last word to learners was sent; export and publish while it travels."""
-        if (
-            self._merging.model is not None
-            and self._core.state is RunState.STOPPED
-            and self._seeded()
-        ):
-            tensors = (
-                self._merging.the_model.tensors()
-                if self._merging.close(MERGER_CLOSE_SECONDS)
-                else {}
-            )
-            if self.config.export and tensors:
-                metadata = {"format": "pt", "run": self.config.run, "clock": str(self._core.clock)}
-                write_model(self.config.export, tensors, metadata, self._model_config)
-                log.info("the global model is in %s", self.config.export)
-            if self._publisher is not None and tensors:
-                self._publisher.offer(f"step {self._core.clock}", tensors, self._model_config)
-        elif self.config.export:
-            log.warning("nothing to export: no learner has brought a model")
+        if not self._has_model:
+            self.exit_code = self._output.nothing("no learner has brought a model")
+        elif not self._merging.close(MERGER_CLOSE_SECONDS):
+            self.exit_code = self._output.nothing("the last merge does not end") or NOT_WRITTEN
+        else:
+            tensors = self._merging.the_model.tensors()
+            self.exit_code = self._output.finish(self._core.clock, tensors, self._model_config)
         time.sleep(FAREWELL_SECONDS)
 
     def _close(self) -> None:
         self._bulk.stop(BULK_CLOSE_SECONDS)
         self._merging.close(MERGER_CLOSE_SECONDS)
-        if self._publisher is not None:
-            self._publisher.close(PUBLISH_CLOSE_SECONDS)
+        self._output.close()
         self._door.close()
         self._waker.close()
         self._context.destroy(linger=0)
 
-    def _seeded(self) -> bool:
-        return self._merging.model is not None and self._merging.the_model.wire_copy(0) is not None
-
     def _bulk_door(self) -> Door:
         control = Address.parse(self.config.bind)
-        return Door(self._context, control.beside(), "bulk")
+        try:
+            return Door(self._context, control.beside(), "bulk")
+        except AddressInUseError as error:
+            raise AddressInUseError(
+                f"{error} (Bulk data uses the port next to that of --bind, {control}.)"
+            ) from None
 
     def _pushes_kept(self) -> int:
         """Lockstep keeps all pushes of a round until its close, to fold them in a fixed order."""
         parameters = self.config.parameters
-        return parameters.learners * max(1, parameters.overlap) + 1 if parameters.lockstep else 0
-
-    def _make_publisher(self) -> Publisher | None:
-        if not self.config.publish:
-            return None
-        repo, _ = parse(self.config.publish)
-        folder = f"{self.config.export or self.config.run}.published"
-        return Publisher(repo, folder, self.config.every_seconds())
+        if not parameters.lockstep:
+            return 0
+        rounds = sum(policy.in_flight_max(parameters, closing=closing) for closing in (False, True))
+        return parameters.learners * rounds
 
     def _publish_when_due(self) -> None:
-        publisher, model = self._publisher, self._merging.model
-        if publisher is None or model is None or not self._seeded():
-            return
-        if publisher.due(time.monotonic()):
-            label, config = f"step {self._core.clock}", self._model_config
-            self._merging.submit(lambda: publisher.offer(label, model.tensors(), config))
+        if self._has_model and self._output.due(time.monotonic()):
+            clock, config, model = self._core.clock, self._model_config, self._merging.the_model
+            self._merging.submit(lambda: self._output.publish(clock, model.tensors(), config))
 
     # ---- what comes in over the control socket ----
 
@@ -217,7 +205,7 @@ class Syncer:
             return
         now = time.monotonic_ns()
         if isinstance(message, msg.StatusRequest):
-            self._door.send(route, encode(msg.Status(body=self.status())))
+            self._door.send(route, self._encoded_status())
             return
         if isinstance(message, msg.PlaceRequest):
             self._asking = route
@@ -241,12 +229,15 @@ class Syncer:
         if problem is None:
             text = self._layout_problem(hello)
             problem = ("layout", text) if text else None
+        before = self._lives.get(route)
+        if before is not None and before != life:  # one connection, one learner
+            self._routes.pop(before, None)
+            self._step(ev.Vanished(now_ns=now, life=before))
         old = self._routes.get(life)
         if old is not None and old != route:
             self._lives.pop(old, None)
         self._routes[life], self._lives[route] = route, life
-        if problem is None:  # who is turned away has no say in what is published
-            self._model_config = self._model_config or hello.model_config
+        self._greeting = hello
         self._step(
             ev.Knocked(
                 now_ns=now,
@@ -283,7 +274,7 @@ class Syncer:
                 model.load(self._init)
                 if unusable := model.complete_seed():
                     raise LayoutError(f"the model given with --init is unusable: {unusable}.")
-        except LayoutError as error:
+        except (LayoutError, ConfigError) as error:
             return str(error)
         except (MemoryError, RuntimeError):
             size = 4e-9 * sum(spec.numel for spec in specs)
@@ -323,7 +314,7 @@ class Syncer:
 
     def strange_bytes(self, reason: str) -> None:
         """Bulk thread: a peer broke the protocol."""
-        self._strange[reason] += 1
+        self._strange_bulk[reason] += 1
 
     def broken(self, error: BaseException) -> None:
         """Any thread: our own bug; the daemon must not go on."""
@@ -371,6 +362,9 @@ class Syncer:
     def _admit(self, action: act.Admit) -> None:
         model = self._merging.the_model
         token = secrets.token_bytes(16)
+        if self._greeting is not None and self._greeting.name == action.life.name:
+            # who is turned away has no say in what is published
+            self._model_config = self._model_config or self._greeting.model_config
         self._bulk.forget(action.life)  # a life that comes back begins its transfers anew
         self._bulk.expect(token, action.life)
         parameters = parameters_to(self.config.parameters)
@@ -396,7 +390,10 @@ class Syncer:
         self._door.send(self._asking, encode(msg.Place(index=action.index, count=action.count)))
 
     def _refuse(self, action: act.Refuse) -> None:
-        log.warning("learner %s is turned away (%s): %s", action.life, action.code, action.text)
+        loud = time.monotonic() - self._complained > 1.0  # somebody may knock without end
+        level = logging.WARNING if loud else logging.DEBUG
+        log.log(level, "learner %s is turned away (%s): %s", action.life, action.code, action.text)
+        self._complained = time.monotonic() if loud else self._complained
         self._send(action.life, msg.Refuse(code=action.code, text=action.text))
         self._hang_up(action.life)
 
@@ -413,6 +410,7 @@ class Syncer:
             self._lives.pop(route, None)
 
     def _request_seed(self, action: act.RequestSeed) -> None:
+        self._has_model = False
         self._send(action.life, msg.SeedRequest())
         self._bulk.receive_seed(action.life)
 
@@ -451,6 +449,7 @@ class Syncer:
         self._pending.append(ev.CommitDone(now_ns=time.monotonic_ns(), round=action.round))
 
     def _announce(self, action: act.Announce) -> None:
+        self._has_model = True
         copy = self._merging.the_model.wire_copy(action.fragment)
         assert copy is not None
         announce = msg.Announce(
@@ -478,6 +477,16 @@ class Syncer:
 
     # ---- looking in ----
 
+    def _encoded_status(self) -> bytes:
+        body = self.status()
+        try:
+            return encode(msg.Status(body=body))
+        except (
+            WireError
+        ) as error:  # thousands of learners: say what is wrong at least
+            short = {"learners": [], "fragments": [], "problems": [*body["problems"], str(error)]}
+            return encode(msg.Status(body=body | short))
+
     def status(self) -> dict[str, Any]:
         """The status body: what `diloco status --json` prints."""
         body = self._core.status(time.monotonic_ns())
@@ -487,7 +496,7 @@ class Syncer:
             "version": __version__,
             "parameters": parameters_to(self.config.parameters),
             "bulk_port": self._bulk_port,
-            "strange_messages": dict(sorted(self._strange.items())),
+            "strange_messages": dict(sorted((self._strange + self._strange_bulk.copy()).items())),
         }
         if self._merging.model is not None:
             for entry, fragment in zip(

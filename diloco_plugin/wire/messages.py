@@ -18,7 +18,8 @@ TENSORS_MAX: Final = 100_000
 FRAGMENTS_MAX: Final = 4096
 MODEL_CONFIG_BYTES_MAX: Final = 256 * 1024
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+#: Without control characters: names are printed in logs and terminals.
+Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,128}\Z")]
 LongName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Incarnation = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]

@@ -173,7 +173,7 @@ def test_an_optimizer_whose_steps_no_hook_sees_is_noticed_once(
     with caplog.at_level(logging.WARNING, "diloco.learner"):
         state, _ = steps_of(Odd(), count=30)
     assert state["steps"] == 11
-    assert sum("no step hook" in record.message for record in caplog.records) == 1
+    assert sum("no hook of an optimizer" in record.message for record in caplog.records) == 1
 
 
 def test_the_users_tokens_win_and_masks_count_ones() -> None:

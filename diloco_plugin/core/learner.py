@@ -7,19 +7,15 @@ CaptureBase, Restore) come out of training-thread events only.
 
 from __future__ import annotations
 
-from typing import Final
-
 from . import actions as act
 from . import events as ev
 from . import parts, policy
+from .closing import Closing
 from .link import Duty, Link, Standing
 from .pace import Pace
 from .parameters import Parameters
 from .parts import Part
-
-#: A learner that has finished takes this many versions of each fragment, on average, before it is
-#: content with those that hold its own progress.
-CHASES: Final = 3
+from .staging import Staging
 
 
 class LearnerCore:
@@ -36,19 +32,18 @@ class LearnerCore:
         self.clock = 0
         self.steps = 0
         self.tokens = 0
-        self.closing = False
         #: why the run is over, once it is over
         self.complete: str | None = None
         self.fates: dict[str, int] = {}
         self.applied = 0
-        self._staging = self._staging_free = staging
+        self._staging = Staging(staging)
         self._arrivals = self._arrivals_free = arrivals
         self._seed_pending = False
         #: the base is on its way to the syncer, which has not said yet that it holds it
         self._seed_serving = False
-        self._restore = False
-        #: versions applied since training has ended
-        self._chased = 0
+        #: the syncer was told that the model is held, and has given no sign that it heard so
+        self._taken_unheard = False
+        self._closing = Closing()
         self._now_ns = now_ns
         self._pace = Pace(now_ns)
         self._out: list[act.LearnerAction] = []
@@ -62,9 +57,9 @@ class LearnerCore:
 
     def have_buffers(self, *, staging: int, arrivals: int) -> None:
         """The shell has made so many buffers of each kind now."""
-        self._staging_free += staging - self._staging
+        self._staging.resize(staging)
         self._arrivals_free += arrivals - self._arrivals
-        self._staging, self._arrivals = staging, arrivals
+        self._arrivals = arrivals
 
     def step(self, event: ev.LearnerEvent) -> tuple[act.LearnerAction, ...]:
         """Take one event in; return what is to be done, in order."""
@@ -72,6 +67,7 @@ class LearnerCore:
         self._now_ns = max(self._now_ns, event.now_ns)
         match event:
             case ev.Stepped():
+                self._note(self.link.refusal_news())
                 self._count(event)
                 self._mark_due()
                 self._boundary()
@@ -79,13 +75,18 @@ class LearnerCore:
                 self._pace.pause()
                 self._boundary()
             case ev.FinishAsked():
-                self.closing = True
+                self._closing.begun = True
                 self._boundary()
             case _:
                 self._from_io(event)
         return tuple(self._out)
 
     # ---- questions that the shell asks ----
+
+    @property
+    def closing(self) -> bool:
+        """Is training over here?"""
+        return self._closing.begun
 
     @property
     def step_ns(self) -> int:
@@ -103,8 +104,7 @@ class LearnerCore:
     def nothing_left(self) -> bool:
         """Has the syncer taken all progress, and does this learner hold all that was announced?"""
         settled = self.link.standing is Standing.LIVE and not self._seed_serving
-        parts = self.parts
-        return settled and all(p.done and (p.newest or self._ignores(p)) for p in parts)
+        return settled and self._closing.holds_all(self.parts)
 
     def next_deadline_ns(self) -> int:
         """The latest time at which a Ticked event must come if nothing else happens."""
@@ -127,20 +127,25 @@ class LearnerCore:
             return
         if self._seed_pending:
             self._seed()
-        self._stage_due()
+        self._out += self._staging.stage_due(self.parts)
+        released = False
         for index, part in enumerate(self.parts):
-            if part.arrived is not None and self._ignores(part):
+            if part.arrived is not None and self._closing.ignores(part, self.parts):
                 self._release(index, part)
+                released = True
             elif part.arrived is not None and self._may_apply(part):
                 self._apply(index, part, part.arrived)
         if self.link.standing is Standing.TAKING and all(part.base >= 0 for part in self.parts):
             self.link.standing = Standing.LIVE
+            self._taken_unheard = True
             self._out.append(act.SayTaken())
         if self.link.standing is Standing.LIVE:
-            self._answer_pulls()
+            self._out += self._staging.answer(self.parts)
         self._report()
         if self.closing:
             self._close()
+        if released:  # its buffer is free for what others wait for
+            self._fetch_next()
 
     def _may_apply(self, part: Part) -> bool:
         """Lockstep applies a result exactly `overlap` steps after its due point, not earlier."""
@@ -149,12 +154,6 @@ class LearnerCore:
         if self.closing and self.link.standing is Standing.LIVE and not part.taken_or_refused:
             return False  # the last progress is given first: there is no later round for it
         return not self._lockstep or part.due is None or self.closing or self._over(part)
-
-    def _ignores(self, part: Part) -> bool:
-        """At the end of training, others go on merging: they must not keep a learner for ever."""
-        if not self.closing or not part.done:
-            return False
-        return not part.announced_exact or self._chased > CHASES * len(self.parts)
 
     def _over(self, part: Part) -> bool:
         return part.due is not None and self.clock >= part.due + self._overlap
@@ -166,12 +165,9 @@ class LearnerCore:
         self._out.append(act.Apply(fragment=index, version=version, alpha=alpha))
         self.applied += 1
         if part.staged is not None:
-            self._unstage(index, part)
-        part.base, part.arrived, part.given, part.due = version, None, None, None
-        part.base_exact = part.incoming_exact
-        part.steps = part.tokens = 0
-        self._chased += self.closing
-        part.close_asked = False
+            self._out.append(self._staging.unstage(index, part))
+        part.rebase(version)
+        self._closing.chased += self.closing
         self.clock = max(self.clock, part.clock)
 
     def _seed(self) -> None:
@@ -193,52 +189,9 @@ class LearnerCore:
             if self.parts[index].due is None:
                 self.parts[index].due = self.clock
 
-    def _stage_due(self) -> None:
-        """Stage due snapshots while there are buffers; the others make the learner wait."""
-        waiting = sorted((p.due or 0, i) for i, p in enumerate(self.parts) if p.unstaged)
-        for _, index in waiting[: self._staging_free]:
-            self._stage(index, self.parts[index])
-
-    def _stage(self, index: int, part: Part) -> None:
-        self._staging_free -= 1
-        part.staged = (part.steps, part.tokens)
-        self._out.append(act.Snapshot(fragment=index))
-
-    def _unstage(self, index: int, part: Part) -> None:
-        part.staged = None
-        self._staging_free += 1
-        self._out.append(act.Unstage(fragment=index))
-
-    def _answer_pulls(self) -> None:
-        pulls = sorted((p.pull, i) for i, p in enumerate(self.parts) if p.pull is not None)
-        for number, index in pulls:
-            part = self.parts[index]
-            if part.given is not None:
-                self._decline(index, part, number, "already given")
-            elif part.staged is not None:
-                self._give(index, part, number)
-            elif part.steps == 0:
-                self._decline(index, part, number, "no steps")
-            elif self._staging_free > 0:
-                self._stage(index, part)
-                self._give(index, part, number)
-
-    def _give(self, index: int, part: Part, number: int) -> None:
-        assert part.staged is not None
-        steps, tokens = part.staged
-        part.staged, part.pull = None, None
-        part.given = part.owed = number
-        part.sending += 1
-        base, exact = part.base, part.exact
-        self._out.append(
-            act.Offer(
-                round=number, fragment=index, base=base, steps=steps, tokens=tokens, exact=exact
-            )
-        )
-
-    def _decline(self, index: int, part: Part, number: int, why: str) -> None:
-        part.pull = None
-        self._out.append(act.Offer(round=number, fragment=index, nothing=why))
+    def _note(self, text: str) -> None:
+        if text:
+            self._out.append(act.Note(text=text))
 
     def _report(self) -> None:
         # the last clock of a learner that closes counts: the run may end with it
@@ -250,18 +203,13 @@ class LearnerCore:
         """Ask for closing rounds until all progress is taken, then leave with the global model."""
         if self.link.standing is not Standing.LIVE:
             return
-        left = []
-        for index, part in enumerate(self.parts):
-            part.due = None
-            unfinished = part.steps or not part.base_exact
-            if unfinished and part.given is None and not part.close_asked:
-                part.close_asked = True
-                left.append(index)
+        left = self._closing.begin(self.parts)
         if left:
-            self._out.append(act.AskClose(fragments=tuple(left)))
+            self._out.append(act.AskClose(fragments=left))
         if self.nothing_left():
             self.link.standing = Standing.LEFT
-            if self._restore or (self.parameters is not None and self.parameters.alpha > 0.0):
+            assert self.parameters is not None
+            if self._closing.restore or self.parameters.alpha > 0.0:
                 self._out.append(act.Restore())
             self._out.append(act.Leave())
 
@@ -272,8 +220,7 @@ class LearnerCore:
             case ev.Ticked():
                 self._tick()
             case ev.PushSent():
-                self._staging_free += 1
-                self.parts[event.fragment].sending -= 1
+                self._staging.sent(self.parts[event.fragment])
             case ev.Rebased():
                 self._arrivals_free += 1
                 self._fetch_next()
@@ -296,11 +243,16 @@ class LearnerCore:
                     self._lose("it does not know this learner any more")
                     self.link.call_soon(self._now_ns)
             case _:
-                self.link.hear(self._now_ns)
-                if isinstance(event, ev.RunCompleted):
-                    self.complete = event.reason
-                elif self.link.connected and not isinstance(event, ev.SyncerHeard):
-                    self._about_model(event)
+                self._hear(event)
+
+    def _hear(self, event: ev.LearnerEvent) -> None:
+        self.link.hear(self._now_ns)
+        if isinstance(event, ev.RunCompleted):
+            if self.complete is None:
+                self._note(f"{event.reason}: stop training; learner.should_stop is True")
+            self.complete = event.reason
+        elif self.link.connected and not isinstance(event, ev.SyncerHeard):
+            self._about_model(event)
 
     def _about_model(self, event: ev.LearnerEvent) -> None:
         if isinstance(event, ev.SeedAsked):
@@ -312,17 +264,12 @@ class LearnerCore:
         part = self.parts[event.fragment]
         match event:
             case ev.Pulled():
-                if part.pull is None or event.round > part.pull:
-                    part.pull, part.exact = event.round, event.closing
+                self._taken_unheard = False  # only those that hold the model are asked
+                part.hear_pull(event.round, closing=event.closing)
             case ev.Announced():
                 self._seed_serving = False
-                if part.owed is not None and part.owed == part.merged:
-                    part.owed = None  # its version is announced right after its fate
-                    part.needed = event.version
-                if event.version > part.announced:
-                    part.announced, part.clock = event.version, event.clock
-                    part.announced_exact = event.exact
-                elif event.version == part.base:  # the clock is the news
+                news = part.hear_version(event.version, event.clock, exact=event.exact)
+                if not news and event.version == part.base:  # the clock is the news
                     self.clock = max(self.clock, event.clock)
             case ev.Arrived() if part.fetching == event.version:
                 part.fetching, part.arrived = None, event.version
@@ -343,7 +290,7 @@ class LearnerCore:
         wanted = [
             (part.clock, index)
             for index, part in enumerate(self.parts)
-            if part.wanted and not self._ignores(part)
+            if part.wanted and not self._closing.ignores(part, self.parts)
         ]
         for _, index in sorted(wanted)[: self._arrivals_free]:
             part = self.parts[index]
@@ -355,21 +302,14 @@ class LearnerCore:
         refused = event.fate in ("rejected", "stale")
         key = f"rejected ({event.reason})" if event.fate == "rejected" else event.fate
         if key not in self.fates and refused:
-            text = f"the syncer refused fragment {event.fragment}: {event.fate} ({event.reason})"
-            self._out.append(act.Note(text=text))
+            what = f"fragment {event.fragment}: {event.fate} ({event.reason})"
+            self._note(f"the syncer refused {what}")
         self.fates[key] = self.fates.get(key, 0) + 1
-        if event.fate == "merged":
-            part.merged = event.round
-            return
-        if part.owed == event.round:
-            part.owed = None
-        if part.given != event.round:
-            return
-        part.given, part.close_asked, part.due = None, False, None
-        if self.closing and refused:
+        again = part.hear_fate(event.round, event.fate)
+        if again and refused and self.closing:
             # it will not be wanted the next time either: leave with the global value instead
             part.steps = part.tokens = 0
-            self._restore = True
+            self._closing.restore = True
 
     # ---- the link ----
 
@@ -389,19 +329,17 @@ class LearnerCore:
         self._let_go()
         self.link.lose(self._now_ns, deliberate=deliberate)
         if known:
-            self._out.append(
-                act.Note(text=f"lost the syncer ({reason}); training on, looking for it")
-            )
+            self._note(f"lost the syncer ({reason}); training on, looking for it")
 
     def _let_go(self) -> None:
         """What was on its way is void: the buffers are free again (those of pushes by PushSent)."""
         unsure = self._seed_serving  # somebody else may seed the run: our base is of no lineage
-        self._seed_pending = self._seed_serving = False
+        self._seed_pending = self._seed_serving = self._taken_unheard = False
         for index, part in enumerate(self.parts):
             if unsure:
                 part.base = -1
             if part.staged is not None:
-                self._unstage(index, part)
+                self._out.append(self._staging.unstage(index, part))
             if part.fetching is not None or part.arrived is not None:
                 self._release(index, part)
             part.let_go()
@@ -417,6 +355,7 @@ class LearnerCore:
         match self.link.tick(self._now_ns):
             case Duty.BEAT:
                 self._out.append(act.Beat())
+                self._say_again()
             case Duty.CALL:
                 whole = all(part.base >= 0 for part in self.parts)
                 versions = tuple(part.base for part in self.parts) if whole else ()
@@ -427,10 +366,18 @@ class LearnerCore:
                 self._lose("it has been silent for a whole lease")
                 self._out.append(act.Reconnect())
 
+    def _say_again(self) -> None:
+        """A message may be lost without the connection: with a full queue, or at a busy syncer."""
+        if self._taken_unheard:
+            self._out.append(act.SayTaken())
+        unheard = self._closing.unheard(self.parts)
+        if unheard and self.link.standing is Standing.LIVE:
+            self._out.append(act.AskClose(fragments=unheard))
+
     def check(self) -> None:
         """Assert every invariant."""
         parts.check(
             self.parts,
-            staging=(self._staging_free, self._staging),
+            staging=(self._staging.free, self._staging.buffers),
             arrivals=(self._arrivals_free, self._arrivals),
         )

@@ -47,6 +47,8 @@ class Link:
         self._lease_ns = 15 * SECOND_NS
         self._heard_ns = self._beat_ns = self._call_ns = self._ticked_ns = now_ns
         self._calls = 0
+        #: code of the refusal that was told as news
+        self._told = ""
 
     @property
     def connected(self) -> bool:
@@ -68,13 +70,21 @@ class Link:
         self.hear(now_ns)
         self.epoch, self._lease_ns = epoch, lease_ns
         self.standing = Standing.LIVE if keep else Standing.TAKING
-        self.refusal, self.gone_away = None, False
+        self.refusal, self.gone_away, self._told = None, False, ""
         self._calls, self._beat_ns = 0, now_ns
 
     def refuse(self, now_ns: int, code: str, text: str) -> None:
         """The syncer turned us away."""
         self.standing, self.refusal = Standing.ALONE, (code, text)
         self._call_later(now_ns)
+
+    def refusal_news(self) -> str:
+        """What to tell who trains on after a refusal: once, and again when the reason changes."""
+        code, text = self.refusal or ("", "")
+        if code == self._told:
+            return ""
+        self._told = code
+        return f"the syncer refused this learner ({text}); training goes on alone"
 
     def lose(self, now_ns: int, *, deliberate: bool) -> None:
         """Nobody answers any more. Losing a lost syncer once more does not delay the call."""

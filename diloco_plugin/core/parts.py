@@ -43,7 +43,9 @@ class Part:
     due: int | None = None
     #: the staged snapshot's (steps, tokens); None: nothing is staged
     staged: tuple[int, int] | None = None
+    #: a closing round was asked for, and a closing round has pulled since
     close_asked: bool = False
+    close_heard: bool = False
 
     @property
     def unstaged(self) -> bool:
@@ -72,11 +74,52 @@ class Part:
         """Is there no progress that a version which is applied now would undo?"""
         return self.steps == 0 or (self.given is not None and self.given == self.merged)
 
+    @property
+    def unfinished(self) -> bool:
+        """Would the learner leave something behind here, of which no round has heard?"""
+        return self.given is None and (self.steps > 0 or not self.base_exact)
+
+    def hear_pull(self, round_: int, *, closing: bool) -> None:
+        """A round asks; the newest one counts."""
+        if self.pull is None or round_ > self.pull:
+            self.pull, self.exact = round_, closing
+        self.close_heard = self.close_heard or closing
+
+    def hear_version(self, version: int, clock: int, *, exact: bool) -> bool:
+        """A version is announced. Is it newer than what is known?"""
+        if self.owed is not None and self.owed == self.merged:
+            self.owed = None  # its version is announced right after its fate
+            self.needed = version
+        newer = version > self.announced
+        if newer:
+            self.announced, self.clock, self.announced_exact = version, clock, exact
+        return newer
+
+    def hear_fate(self, round_: int, fate: str) -> bool:
+        """A push has met its fate. Is the progress that it held still to be given?"""
+        if fate == "merged":
+            self.merged = round_
+            return False
+        if self.owed == round_:
+            self.owed = None
+        if self.given != round_:
+            return False
+        self.given, self.due = None, None
+        self.close_asked = self.close_heard = False
+        return True
+
+    def rebase(self, version: int) -> None:
+        """A version was applied: progress counts from here."""
+        self.base, self.base_exact = version, self.incoming_exact
+        self.steps = self.tokens = 0
+        self.arrived = self.given = self.due = None
+        self.close_asked = self.close_heard = False
+
     def let_go(self) -> None:
         """What was between this learner and its syncer is void."""
         self.needed = -1
         self.pull = self.given = self.owed = self.merged = self.due = None
-        self.close_asked = False
+        self.close_asked = self.close_heard = False
 
 
 def check(parts: list[Part], *, staging: tuple[int, int], arrivals: tuple[int, int]) -> None:

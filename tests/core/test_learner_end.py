@@ -320,3 +320,84 @@ def test_a_pause_is_not_taken_for_a_slow_step(learner: Make) -> None:
     bench.do(ev.Paused, 60_000)
     bench.do(ev.Stepped, 60_000, tokens=1)
     assert bench.core.step_ns == 30 * MS
+
+
+# ---- saying it again, and saying it to the user ----
+
+
+def test_that_the_model_is_held_is_said_again_until_the_syncer_shows_that_it_knows(
+    learner: Make,
+) -> None:
+    bench = learner()
+    bench.join()
+    bench.do(ev.Ticked, 4000)
+    assert [type(a) for a in bench.last] == [act.Beat, act.SayTaken]
+    bench.pull(0, 0)
+    bench.do(ev.Ticked, 4000)
+    assert bench.last == (act.Beat(),)
+
+
+def test_closing_rounds_are_asked_for_again_until_one_pulls(learner: Make) -> None:
+    bench = learner()
+    bench.join()
+    bench.train()
+    bench.do(ev.FinishAsked)
+    assert bench.one(act.AskClose).fragments == (0, 1)
+    bench.pull(0, 0, closing=True)
+    bench.do(ev.Ticked, 4000)
+    assert bench.one(act.AskClose).fragments == (1,)
+    bench.pull(1, 1, closing=True)
+    bench.do(ev.Ticked, 4000)
+    assert not bench.of(act.AskClose), "it would only open another round"
+
+
+def test_what_is_released_at_a_boundary_makes_room_for_what_waits(learner: Make) -> None:
+    bench = learner(fragments=2)
+    bench.core.have_buffers(staging=2, arrivals=1)
+    bench.join()
+    bench.train()
+    for fragment in (0, 1):
+        bench.pull(fragment, fragment)
+    bench.train()
+    bench.do(ev.PushSent, fragment=0)
+    bench.fate(0, 0, "merged")
+    bench.land(0, 1)
+    bench.do(ev.Announced, fragment=0, version=2, clock=0, exact=False)
+    bench.do(ev.Arrived, fragment=0, version=2)
+    bench.do(ev.PushSent, fragment=1)
+    bench.fate(1, 1, "merged")
+    bench.announce(1, 1)
+    assert not bench.of(act.Fetch), "the only buffer is taken"
+    bench.core.parts[0].steps = 0  # nothing was trained since fragment 0 was applied
+    bench.do(ev.FinishAsked)
+    assert bench.one(act.Release).fragment == 0
+    assert bench.one(act.Fetch).fragment == 1
+
+
+def test_a_refusal_is_told_to_who_trains_on_once_for_each_reason(learner: Make) -> None:
+    bench = learner()
+    bench.do(ev.TurnedAway, code="name", text="taken")
+    bench.do(ev.Paused)
+    assert bench.last == (), "whoever waits at the door is told there"
+    bench.train()
+    assert "taken" in bench.one(act.Note).text
+    assert "alone" in bench.one(act.Note).text
+    bench.do(ev.TurnedAway, code="name", text="taken")
+    bench.train()
+    assert not bench.of(act.Note)
+    bench.do(ev.TurnedAway, code="layout", text="another model")
+    bench.train()
+    assert "another model" in bench.one(act.Note).text
+    bench.join()
+    bench.do(ev.TurnedAway, code="layout", text="another model")
+    bench.train()
+    assert bench.of(act.Note), "it was in since"
+
+
+def test_the_end_of_the_run_is_told_to_the_user_once(learner: Make) -> None:
+    bench = learner()
+    bench.join()
+    bench.do(ev.RunCompleted, reason="the run has reached its last step (9)")
+    assert "last step (9): stop training" in bench.one(act.Note).text
+    bench.do(ev.RunCompleted, reason="the run has reached its last step (9)")
+    assert not bench.of(act.Note)

@@ -12,6 +12,7 @@ import pytest
 
 from diloco_plugin import status
 from diloco_plugin.cli import main
+from diloco_plugin.core.policy import diagnose
 from diloco_plugin.errors import UnreachableError, WireError
 from diloco_plugin.net.sockets import Door, Poll, Waker, new_context
 from diloco_plugin.status import check, render, table
@@ -155,6 +156,67 @@ def test_a_status_shows_run_learners_fragments_fates_and_problems_in_words() -> 
         "problems:",
         "  - us: connected, but no training step for a while.",
     ]
+
+
+FOUR = [learner(name, index) for index, name in enumerate(("eu", "us", "ap", "sa"))]
+
+
+def healthy(**other: Any) -> dict[str, Any]:
+    """What a syncer with nothing to complain about knows before it looks for problems."""
+    parameters = {"learners": 4, "quorum": 1, "overlap": 2}
+    fates = {"merged": 90, "late": 0, "stale": 0, "abandoned": 0, "rejected": {}}
+    rounds = body()["rounds"] | {"joined_mean": 3.6}
+    usual = {"parameters": parameters, "learners": FOUR, "fates": fates, "rounds": rounds}
+    return body(**usual, refused={}) | other
+
+
+def rounds(**other: Any) -> dict[str, Any]:
+    return healthy()["rounds"] | other
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            {"rounds": rounds(joined_mean=1.3)},
+            "1.3 of 4 learners join a round: raise --quorum (now 1) or --overlap (now 2).",
+        ),
+        (
+            {"learners": [*FOUR[:3], learner("sa", 3, state="gone")]},
+            "3 of 4 expected learners are live.",
+        ),
+        (
+            {"learners": [], "parameters": {"learners": 0, "quorum": 1, "overlap": 2}},
+            "no learner is live: start one, or look at why they left.",
+        ),
+        (
+            {"state": "empty", "learners": []},
+            "no model yet: the first learner that joins brings it (or start with --init).",
+        ),
+        (
+            {"fates": healthy()["fates"] | {"rejected": {"not finite": 7, "stale base": 1}}},
+            "7 pushes were refused (not finite): look at the loss of the learners.",
+        ),
+        ({"refused": {"layout": 2}}, "2 learners were turned away at the door (layout)."),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_with_what_helps(found: dict[str, Any], said: str) -> None:
+    status = healthy(**found)
+    text = render(status | {"problems": diagnose(status)})
+    assert text.endswith(f"problems:\n  - {said}\n")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"rounds": rounds(joined_mean=1.3, merged=3)},  # too early to tell
+        {"rounds": rounds(joined_mean=0.0, merged=0)},
+    ],
+)
+def test_nothing_is_said_where_nothing_is_wrong(found: dict[str, Any]) -> None:
+    status = healthy(**found)
+    assert render(status | {"problems": diagnose(status)}).endswith("problems: none\n")
 
 
 def test_a_status_without_anything_in_it_can_still_be_shown() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import signal
+import sys
 import time
 from types import FrameType
+from typing import Final
 
 from diloco_plugin.config import SyncerConfig
 from diloco_plugin.syncer.daemon import Syncer
@@ -14,6 +17,10 @@ from diloco_plugin.syncer.daemon import Syncer
 __all__ = ["Syncer", "serve"]
 
 log = logging.getLogger("diloco.syncer")
+
+#: Names of glibc's malloc.h.
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
 
 
 class _JsonLines(logging.Formatter):
@@ -42,6 +49,18 @@ def _set_up_logging(config: SyncerConfig) -> None:
     logger.propagate = False
 
 
+def _return_memory() -> None:
+    """Let glibc give fragments back to the system as soon as they are free.
+
+    By default it keeps what was freed for later, in an arena for each thread: half to one and a half
+    models more with a 30 M model and 8 learners (`make bench`). Chunks stay below the threshold.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 2 * 2**20)
+        mallopt(M_TRIM_THRESHOLD, 2**20)
+
+
 def serve(config: SyncerConfig) -> int:
     """Run the daemon in this thread until the run is over or a signal comes; return the exit code.
 
@@ -54,6 +73,7 @@ def serve(config: SyncerConfig) -> int:
     from diloco_plugin.advice import advice
 
     _set_up_logging(config)
+    _return_memory()
     syncer = Syncer(config)
     log.info("run %r: learners join at %s", config.run, syncer.address)
     for sentence in advice(config):

@@ -481,9 +481,7 @@ class Syncer:
         body = self.status()
         try:
             return encode(msg.Status(body=body))
-        except (
-            WireError
-        ) as error:  # thousands of learners: say what is wrong at least
+        except WireError as error:  # thousands of learners: say what is wrong at least
             short = {"learners": [], "fragments": [], "problems": [*body["problems"], str(error)]}
             return encode(msg.Status(body=body | short))
 

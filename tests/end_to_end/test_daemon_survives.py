@@ -79,11 +79,9 @@ def test_one_bulk_connection_speaks_for_one_learner() -> None:
 
 def test_an_outer_optimizer_that_refuses_the_model_refuses_the_learner() -> None:
     model = torch.nn.Linear(3, 1)  # its bias is no matrix
-    with (
-        running_syncer(outer_optimizer="Muon") as syncer,
-        pytest.raises(RefusedError, match="Muon"),
-    ):
-        diloco_plugin.attach(model, sgd(model), syncer.address, name="a")
+    with running_syncer(outer_optimizer="Muon") as syncer:
+        with pytest.raises(RefusedError, match="Muon"):
+            diloco_plugin.attach(model, sgd(model), syncer.address, name="a")
         assert syncer.status()["refused"] == {"layout": 1}
 
 

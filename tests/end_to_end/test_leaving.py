@@ -10,11 +10,10 @@ from torch import Tensor
 
 import diloco_plugin
 from diloco_plugin.syncer.model import GlobalModel
-from diloco_plugin.tensors.layout import views
+from diloco_plugin.tensors.layout import Layout, views
 from diloco_plugin.wire import messages as msg
 from tests.end_to_end.fleet import (
     batches,
-    largest_difference,
     run_all,
     sgd,
     small_model,
@@ -97,6 +96,10 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.versions: dict[tuple[int, int], Tensor] = {}
         self.closing: list[tuple[float, float]] = []  # how far it moved, what was left at most
+        #: of every push: the round it was folded into, its fragment, tokens and steps
+        self.pushes: list[tuple[int, int, int, int]] = []
+        #: version that a round brought about
+        self.became: dict[int, int] = {}
         self._given: dict[int, list[float]] = {}
         encode, fold, merge = GlobalModel._encode, GlobalModel.fold, GlobalModel.merge
 
@@ -106,13 +109,15 @@ class Recorder:
 
         def new_fold(model: GlobalModel, round_: int, *args: Any, **kwargs: Any) -> None:
             self._given.setdefault(round_, []).append(float(args[1].norm()))
+            self.pushes.append((round_, args[0], kwargs["tokens"], kwargs["steps"]))
             fold(model, round_, *args, **kwargs)
 
         def new_merge(
-            model: GlobalModel, round_: int, fragment: int, *args: Any, **kw: Any
+            model: GlobalModel, round_: int, fragment: int, version: int, **kw: Any
         ) -> bool:
             before = model.theta[fragment].clone()
-            ok = merge(model, round_, fragment, *args, **kw)
+            ok = merge(model, round_, fragment, version, **kw)
+            self.became[round_] = version
             if kw["closing"]:
                 moved = float((model.theta[fragment] - before).norm())
                 self.closing.append((moved, max(self._given.get(round_, [0.0]))))
@@ -121,6 +126,27 @@ class Recorder:
         monkeypatch.setattr(GlobalModel, "_encode", new_encode)
         monkeypatch.setattr(GlobalModel, "fold", new_fold)
         monkeypatch.setattr(GlobalModel, "merge", new_merge)
+
+    def check(self, held: dict[str, Tensor], layout: Layout, unit: int) -> None:
+        """What a leaver holds is, of every fragment, one version of the global model to the bit,
+        and none from before its own last push: `unit` is what it alone calls a step's tokens.
+        """
+        for fragment in layout.fragments:
+            flat = torch.empty(fragment.elements)
+            for slot, view in zip(fragment.slots, views(flat, fragment), strict=True):
+                view.copy_(held[slot.spec.name])
+            here = [
+                version
+                for (index, version), theta in self.versions.items()
+                if index == fragment.index and torch.equal(flat, theta)
+            ]
+            assert here, f"fragment {fragment.index} was never like that"
+            own = [
+                self.became[round_]
+                for round_, index, tokens, steps in self.pushes
+                if index == fragment.index and tokens == unit * steps
+            ]
+            assert max(here) >= max(own, default=0), f"fragment {fragment.index} is old"
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
@@ -132,7 +158,9 @@ def test_four_learners_that_finish_in_turn_leave_with_the_global_model_to_the_bi
     def job(m: int, address: str) -> dict[str, Tensor]:
         model = small_model(0)
         optimizer = sgd(model)
-        with diloco_plugin.attach(model, optimizer, address, name=f"learner-{m}"):
+        with diloco_plugin.attach(
+            model, optimizer, address, name=f"learner-{m}", tokens=lambda _: 10 + m
+        ):
             for batch in batches(m, 40 + 20 * m):
                 train_step(model, optimizer, batch)
         return {name: t.detach().clone() for name, t in model.named_parameters()}
@@ -145,50 +173,45 @@ def test_four_learners_that_finish_in_turn_leave_with_the_global_model_to_the_bi
         layout = syncer._merging.the_model.layout
     for moved, given in seen.closing:
         assert moved <= given * (1 + 1e-5)
-    for held in left_with:
-        for fragment in layout.fragments:
-            flat = torch.empty(fragment.elements)
-            for slot, view in zip(fragment.slots, views(flat, fragment), strict=True):
-                view.copy_(held[slot.spec.name])
-            exact = [t for (f, _), t in seen.versions.items() if f == fragment.index]
-            assert any(torch.equal(flat, version) for version in exact)
+    for m, held in enumerate(left_with):
+        seen.check(held, layout, 10 + m)
     assert any(
         all(torch.equal(held[name], value) for name, value in final.items()) for held in left_with
     )
 
 
-def test_learners_that_take_7_20_and_33_steps_all_leave_and_partial_windows_count() -> None:
-    tokens: dict[int, list[int]] = {}
+def test_learners_that_take_7_20_and_33_steps_each_leave_with_the_model_of_their_last_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what they did in a window that was not full counts, each step once."""
+    seen, taken = Recorder(monkeypatch), (7, 20, 33)
 
-    def job(m: int, steps: int, address: str) -> list[Tensor]:
+    def job(m: int, address: str) -> dict[str, Tensor]:
         model = small_model(0)
         optimizer = sgd(model)
-        with diloco_plugin.attach(model, optimizer, address, name=f"learner-{m}") as learner:
-            for batch in batches(m, steps):
+        with diloco_plugin.attach(
+            model, optimizer, address, name=f"learner-{m}", tokens=lambda _: 10 + m
+        ) as learner:
+            for batch in batches(m, taken[m]):
                 train_step(model, optimizer, batch)
-        assert learner.metrics()["diloco/steps"] == steps
-        fates = learner.metrics()
-        assert fates["diloco/pushes_merged"] >= 1
-        return [parameter.detach().clone() for parameter in model.parameters()]
+        assert learner.metrics()["diloco/steps"] == taken[m]
+        assert learner.metrics()["diloco/pushes_merged"] >= 1
+        return {name: t.detach().clone() for name, t in model.named_parameters()}
 
     with running_syncer(sync_every=24, fragments=4) as syncer:
-        fold = GlobalModel.fold
-
-        def counting(model: GlobalModel, *args: Any, **kwargs: Any) -> None:
-            tokens.setdefault(args[1], []).append((kwargs["tokens"], kwargs["steps"]))
-            fold(model, *args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GlobalModel, "fold", counting)
-            results = run_all(
-                [lambda m=m, n=n: job(m, n, syncer.address) for m, n in enumerate((7, 20, 33))]
-            )
-        final = list(global_model(syncer).values())
-        names = list(global_model(syncer))
-    order = [name for name, _ in small_model(0).named_parameters()]
-    expected = [final[names.index(name)] for name in order]
-    assert min(largest_difference(result, expected) for result in results) == 0.0
-    for given in tokens.values():
-        assert all(count == 16 * steps for count, steps in given)
-        assert sum(steps for _, steps in given) <= 7 + 20 + 33
-        assert any(steps % 24 for _, steps in given)
+        left_with = run_all([lambda m=m: job(m, syncer.address) for m in range(3)])
+        final = global_model(syncer)
+        layout = syncer._merging.the_model.layout
+    for m, held in enumerate(left_with):
+        seen.check(held, layout, 10 + m)
+        for fragment in layout.fragments:
+            given = [
+                steps
+                for _, index, tokens, steps in seen.pushes
+                if index == fragment.index and tokens == (10 + m) * steps
+            ]
+            assert 1 <= sum(given) <= taken[m]
+    assert all(tokens % steps == 0 for _, _, tokens, steps in seen.pushes)
+    assert any(steps % 24 for _, _, _, steps in seen.pushes)
+    # Who leaves last leaves with what the syncer keeps.
+    assert any(all(torch.equal(held[n], value) for n, value in final.items()) for held in left_with)

@@ -86,8 +86,8 @@ class SyncerConfig:
             Address.parse(self.bind)
         except ConfigError as error:
             return f"bind={self.bind!r} is wrong. {error}"
-        if not re.fullmatch(r"[\w.-]{1,128}", self.run):
-            return f"run={self.run!r} is not a name: use 1 to 128 letters, digits, '.', '_' or '-'."
+        if problem := run_problem(self.run):
+            return problem
         if self.steps < 0:
             return f"steps={self.steps} is negative: use 0 to run until told to stop."
         if self.export and not self.export.endswith(".safetensors"):
@@ -106,6 +106,13 @@ class SyncerConfig:
         except ConfigError as error:
             return f"every={error}"
         return None
+
+
+def run_problem(run: str) -> str | None:
+    """What is wrong with the name of a run, or None."""
+    if re.fullmatch(r"[\w.-]{1,128}", run):
+        return None
+    return f"run={run!r} is not a name: use 1 to 128 letters, digits, '.', '_' or '-'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +210,16 @@ def preset_values(preset: str | None, source: str) -> dict[str, Any]:
 
 
 def parameters_from(
-    mapping: Mapping[str, Any], preset: str | None = None, source: str = "the parameters"
+    mapping: Mapping[str, Any],
+    preset: str | None = None,
+    source: str = "the parameters",
+    *,
+    outer: bool = True,
 ) -> Parameters:
     """Checked parameters: those of `mapping`, then of the preset, then the defaults.
+
+    `outer=False` leaves the outer optimizer unchecked: learners take no outer steps, and their
+    torch may not even have it.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is out of range.
@@ -216,16 +230,21 @@ def parameters_from(
     given = {
         key: _checked(key, value, PARAMETER_KINDS[key], source) for key, value in mapping.items()
     }
-    return _parameters(preset_values(preset, source) | given, dict.fromkeys(given, source))
+    values = preset_values(preset, source) | given
+    return _parameters(values, dict.fromkeys(given, source), outer=outer)
 
 
-def _parameters(values: dict[str, Any], sources: Mapping[str, str]) -> Parameters:
+def _parameters(
+    values: dict[str, Any], sources: Mapping[str, str], *, outer: bool = True
+) -> Parameters:
     """Parameters of values whose types are right; ranges and outer optimizer are checked."""
     every = values.get("sync_every", Parameters.__dataclass_fields__["sync_every"].default)
     if "fragments" not in values and every < 24:
         values = values | {"fragments": every}  # more than one a step there cannot be
     parameters = Parameters(**values)
     _raise_for(parameters.problem(), sources)
+    if not outer:
+        return parameters
     # Late: it needs torch, which `diloco --help` and `diloco status` can do without.
     from diloco_plugin.tensors.outer import check_outer
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from diloco_plugin.config import default_address
 from diloco_plugin.errors import ConfigError, RefusedError
-from diloco_plugin.learner.naming import default_name
+from diloco_plugin.learner.naming import check_name, default_name
 
 log = logging.getLogger("diloco.learner")
 
@@ -44,7 +44,9 @@ def shard(
     if (index is None) != (count is None):
         raise ConfigError("shard() takes index and count together, or neither.")
     if index is None or count is None:
-        index, count = _place(default_address(address), name or default_name())
+        name = name or default_name()
+        check_name(name)
+        index, count = _place(default_address(address), name)
     if count < 1 or not 0 <= index < count:
         raise ConfigError(f"shard(index={index}, count={count}): use 0 <= index < count.")
     own = getattr(dataset, "shard", None)

@@ -139,7 +139,8 @@ class StepCounter:
             names = ", ".join(type(optimizer).__name__ for optimizer in inner) or "none"
             raise UnsupportedError(
                 "syncing inside optimizer.step() needs exactly one optimizer with step hooks, got:"
-                f" {names}. Call learner.boundary() after the last optimizer step of a batch."
+                f" {names}. Pass apply='boundary' to attach(), and call learner.boundary() after"
+                " the last optimizer step of a batch."
             )
         for optimizer in hooked:
             owner = _owners.get(optimizer)

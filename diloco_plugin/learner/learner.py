@@ -21,17 +21,25 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
-from diloco_plugin.errors import ConfigError, RefusedError, UnreachableError
+from diloco_plugin.errors import ConfigError, LayoutError
 from diloco_plugin.learner.counting import (
     StepCounter,
     parameter_count,
     refuse_unsupported,
     unknown_parameters,
 )
+from diloco_plugin.learner.introducing import Introduction
 from diloco_plugin.learner.island import Island, detect
+from diloco_plugin.learner.joining import (
+    Patience,
+    error_of,
+    problem_of,
+    why_not_closed,
+    why_not_joined,
+)
 from diloco_plugin.learner.modelconfig import model_config_json
 from diloco_plugin.learner.naming import default_name
-from diloco_plugin.learner.session import Introduction, Session
+from diloco_plugin.learner.session import Session
 from diloco_plugin.learner.tokens import TokenCounter
 from diloco_plugin.learner.turns import WAIT_SECONDS, Turns
 from diloco_plugin.tensors.layout import census
@@ -41,6 +49,8 @@ log = logging.getLogger("diloco.learner")
 #: Steps that a framework reports before it is believed that the optimizer has no hooks that fire.
 #: AMP skips the first ones, but no more than it takes to halve its initial scale of 2**16 to 1.
 UNSEEN_STEPS: Final = 20
+#: Steps without any work counted before it is believed that the loop goes round `forward`.
+WORKLESS_STEPS: Final = 3
 
 
 class Learner:
@@ -83,6 +93,7 @@ class Learner:
         self._warned_unknown = False
         self._held = -1
         self._unseen = 0
+        self._workless = 0
         self.name = name or default_name()
         self.boundary_seconds = 0.0
         self._core: LearnerCore | None = None
@@ -93,13 +104,13 @@ class Learner:
                 self._open_session(
                     default_address(address), run, data_seed, model_config, model, module
                 )
-            except ConfigError as error:
-                problem = str(error)
+            except (ConfigError, LayoutError) as error:
+                problem = problem_of(error)
         problem = self._island.share_text(problem)
         self._turns = Turns(self._census, optimizers, self._island, self._core, self._session)
         if problem:  # on all ranks: those that do not speak would wait for ever
             self.abandon()
-            raise ConfigError(problem)
+            raise error_of(problem)
 
     def _open_session(
         self,
@@ -130,56 +141,36 @@ class Learner:
 
     def join(self, timeout: float, *, required: bool) -> None:
         """Wait until the global model is held. Collective in an island; errors as in `attach()`."""
-        patience = _Patience(timeout)
+        patience = Patience(timeout)
         problem = ""
         while True:
             problem, joined = self._join_turn(patience, required)
             if problem or joined:
                 break
+        failure = self._session.error if self._session is not None else None
+        if failure is not None:
+            problem = problem_of(failure)
         verdict = self._island.share_text(problem)
         if verdict:
-            code, _, text = verdict.partition(": ")
-            if code == "unreachable":
-                raise UnreachableError(text)
-            raise RefusedError(code, text)
+            raise failure or error_of(verdict)
 
-    def _join_turn(self, patience: _Patience, required: bool) -> tuple[str, bool]:
+    def _join_turn(self, patience: Patience, required: bool) -> tuple[str, bool]:
         """One look of all ranks. Returns a problem (leader only), and whether all is done."""
         problem, over = "", False
         if self._session is not None and self._core is not None:
             with self._session.changed:
                 refusal = self._core.link.refusal
                 standing = self._core.link.standing
-                if standing is not Standing.LIVE and refusal is None and required:
+                news = standing is Standing.LIVE or refusal or self._session.error
+                if required and not news:
                     self._session.changed.wait(WAIT_SECONDS)
-            if refusal is not None:
+            if refusal is not None and required:
                 problem = f"{refusal[0]}: {refusal[1]}"
             elif standing is not Standing.LIVE and required and patience.over(self._moved()):
-                problem = f"unreachable: {self._why_not_joined()}"
+                problem = f"unreachable: {why_not_joined(self._session, self._core)}"
             over = bool(problem) or not required
-        done = self._turns.turn(ev.Paused(now_ns=time.monotonic_ns()), over=over)
+        done = self._turns.turn(ev.Paused(now_ns=time.monotonic_ns()), over=over, joining=True)
         return problem, done
-
-    def _why_not_joined(self) -> str:
-        assert self._session is not None
-        assert self._core is not None
-        where = self._session.address
-        if self._core.link.standing is Standing.TAKING:
-            return (
-                f"the syncer at {where} let this learner in, but the model does not arrive: it"
-                " waits for the learner that brings the model, or the line is dead (raise"
-                " connect_timeout)."
-            )
-        if self._session.reached:
-            return (
-                f"something listens at {where}, but is no syncer, or hangs: check the address"
-                f" (`diloco check {where}`); the port is the one that the syncer was told to bind."
-            )
-        return (
-            f"no syncer answered at {where} in time: start it (`diloco syncer --bind {where}`),"
-            f" look with `diloco check {where}`, or train alone until it appears with"
-            " require_syncer=False."
-        )
 
     # ---- training ----
 
@@ -205,6 +196,7 @@ class Learner:
 
     def _step(self, tokens: int | None) -> None:
         counted = self._tokens.take() if tokens is None else tokens
+        self._mind_missing_work(counted)
         if self._turns.replica is not None:
             self._turns.replica.after_step()
             self._mind_unknown_parameters()
@@ -240,6 +232,19 @@ class Learner:
     def count_batch(self, batch: Any) -> None:
         """Count the units of work in a batch, where no forward hook does (`count_forward`)."""
         self._tokens.count_batch(batch)
+
+    def _mind_missing_work(self, counted: int) -> None:
+        if self._workless < 0:  # some was counted, or it was said that none is
+            return
+        self._workless = self._workless + 1 if counted <= 0 else -1
+        if self._workless == WORKLESS_STEPS:
+            self._workless = -1
+            log.warning(
+                "nothing was counted in the first %d steps, so that each of them counts as one"
+                " token: the loop does not call the model's own forward. Pass every batch to"
+                " learner.count_batch(), or the tokens of a step to learner.boundary().",
+                WORKLESS_STEPS,
+            )
 
     def _mind_unknown_parameters(self) -> None:
         held = sum(map(parameter_count, self._optimizers))
@@ -282,30 +287,23 @@ class Learner:
         if limit is None:
             parameters = self._turns.parameters
             limit = parameters.close_timeout if parameters else 0.0
-        patience = _Patience(limit)
+        patience = Patience(limit)
         event: ev.LearnerEvent = ev.FinishAsked(now_ns=time.monotonic_ns())
         while not self._turns.turn(event, over=self._close_is_over(patience)):
             if self._session is not None:
                 with self._session.changed:
                     self._session.changed.wait(WAIT_SECONDS)
             event = ev.Paused(now_ns=time.monotonic_ns())
-        if self._core is not None and self._core.link.standing is not Standing.LEFT:
+        if self._core is None or self._session is None:
+            return
+        if self._core.link.standing is not Standing.LEFT:
             log.warning(
                 "left without a closing round: %s. The parameters are this learner's own; its last"
                 " progress is not in the global model.",
-                self._why_not_closed(limit),
+                why_not_closed(self._session, self._core, limit),
             )
 
-    def _why_not_closed(self, limit: float) -> str:
-        assert self._core is not None
-        link = self._core.link
-        if link.gone_away:
-            return "the syncer has stopped"
-        if link.refusal is not None:
-            return f"the syncer refused this learner ({link.refusal[1]})"
-        return f"the syncer gave no answer for {limit:.0f} s"
-
-    def _close_is_over(self, patience: _Patience) -> bool:
+    def _close_is_over(self, patience: Patience) -> bool:
         if self._core is None:
             return False
         link = self._core.link
@@ -410,20 +408,6 @@ class Learner:
             with self._session.lock:
                 self._core.steps = int(state.get("steps", 0))
                 self._core.tokens = int(state.get("tokens", 0))
-
-
-class _Patience:
-    """Time that may pass without anything moving."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since = time.monotonic()
-        self._moved = 0
-
-    def over(self, moved: int) -> bool:
-        if moved != self._moved:
-            self._moved, self._since = moved, time.monotonic()
-        return time.monotonic() >= self._since + self._seconds
 
 
 def _innermost(model: nn.Module) -> nn.Module:

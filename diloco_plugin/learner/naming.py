@@ -6,6 +6,10 @@ import os
 import socket
 from typing import Final
 
+from diloco_plugin.errors import ConfigError
+
+#: As many characters as the messages allow.
+NAME_LENGTH_MAX: Final = 128
 #: Set it to give a learner its name from outside; a learner's child processes inherit it.
 NAME_VARIABLE: Final = "DILOCO_NAME"
 
@@ -17,3 +21,13 @@ def default_name() -> str:
     `attach()` speak of the same learner.
     """
     return os.environ.setdefault(NAME_VARIABLE, f"{socket.gethostname()}-{os.getpid()}")
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` for a name that no syncer would read, or no log could show."""
+    if not (1 <= len(name) <= NAME_LENGTH_MAX and name.isprintable()):
+        origin = f" (from {NAME_VARIABLE})" if name == os.environ.get(NAME_VARIABLE) else ""
+        raise ConfigError(
+            f"{name!r}{origin} cannot be the name of a learner: use 1 to {NAME_LENGTH_MAX}"
+            " printable characters."
+        )

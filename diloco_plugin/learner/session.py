@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from diloco_plugin.config import parameters_from
@@ -22,6 +22,7 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.errors import ConfigError, LayoutError, WireError
+from diloco_plugin.learner.introducing import Introduction, checked
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.transfers import Transfers
 from diloco_plugin.learner.translation import event_of, message_of
@@ -39,19 +40,6 @@ RETRY_SECONDS: Final = 0.002
 #: At the end, the milliseconds that a Goodbye gets to leave the process.
 FAREWELL_MS: Final = 500
 JOIN_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
-    """What a learner says about itself in every Hello."""
-
-    run: str
-    name: str
-    incarnation: str
-    specs: tuple[TensorSpec, ...]
-    data_seed: int | None
-    model_config: str
-    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +61,27 @@ class Session:
         """Opens sockets and starts the I/O thread.
 
         Raises:
-            ConfigError: the address is wrong or not reachable in plaintext.
+            ConfigError: the address is wrong or not reachable in plaintext, or a syncer could not
+                read the introduction.
+            LayoutError: the introduction is too large.
         """
         self.core = core
         self.lock = threading.Lock()
         #: notified whenever something happened that a waiting training thread may look at
         self.changed = threading.Condition(self.lock)
         self.place: Place | None = None
+        #: what ended the I/O thread before its time; nothing is posted any more
         self.error: BaseException | None = None
         #: staged snapshots that were not offered yet, and versions that wait for a boundary
         self.staged: dict[int, Buffer] = {}
         self.arrived: dict[int, Buffer] = {}
-        self._introduction = introduction
+        self._introduction = checked(introduction)
         self._address = Address.parse(address)
         self._replica: Replica | None = None
         self._transfers: Transfers | None = None
         self._token = b""
         self._bulk: Line | None = None
+        self._bulk_seen = 0.0
         self._codecs: dict[int, tuple[int, str]] = {}
         self._deferred: list[act.Fetch] = []
         self._unsettled = 0
@@ -132,19 +124,30 @@ class Session:
 
     def post(self, actions: Sequence[act.LearnerAction]) -> None:
         """Hand actions that need no parameters to the I/O thread."""
-        if actions:
+        if actions and self.error is None:
             self._inbox.extend(actions)
             self._waker.wake()
 
     def use(self, replica: Replica) -> None:
         """The buffers exist now: fetching may begin."""
 
-        def begin() -> None:
-            self._replica = replica
-            self._open_bulk()
-
-        self._inbox.append(begin)
+        self._replica = replica
+        self._inbox.append(self._open_bulk)
         self._waker.wake()
+
+    def free(self, action: act.LearnerAction) -> None:
+        """With the lock held: put a buffer that the core counts as free back into its pool.
+
+        Before the lock is let go, or the other thread could be told to take it and find none.
+        """
+        buffer = None
+        if isinstance(action, act.Release):
+            buffer = self.arrived.pop(action.fragment, None)
+        elif isinstance(action, act.Unstage):
+            buffer = self.staged.pop(action.fragment, None)
+        if buffer is not None:
+            assert self._replica is not None
+            self._replica.give_back(buffer)
 
     def applied(self, fragment: int, buffer: Buffer) -> None:
         """A fragment was written into the parameters: its base follows, in the I/O thread."""
@@ -185,6 +188,9 @@ class Session:
             log.exception("the I/O thread of the learner failed; training goes on alone")
             with self.changed:
                 self.error = error
+                self._inbox.clear()
+                if not self.core.link.over:
+                    self.core.link.lose(time.monotonic_ns(), deliberate=False)
                 self.changed.notify_all()
         finally:
             self._context.destroy(linger=FAREWELL_MS)
@@ -208,11 +214,14 @@ class Session:
             self._transfers.flush()
         if time.monotonic_ns() >= deadline:
             self._step(ev.Ticked(now_ns=time.monotonic_ns()))
+            self._mind_bulk()
 
     def _step(self, event: ev.LearnerEvent) -> None:
         with self.changed:
             before = self.core.link.connected
             actions = self.core.step(event)
+            for action in actions:
+                self.free(action)
             cut = before and not self.core.link.connected
             self.changed.notify_all()
         for action in actions:
@@ -251,6 +260,23 @@ class Session:
                 self._transfers.greet()
             elif event == "disconnected":
                 self._transfers.cut()
+
+    def _mind_bulk(self) -> None:
+        """Where the other side breaks the protocol, libzmq gives up for good and does not say."""
+        if self._bulk is None or self.place is None:
+            return
+        now = time.monotonic()
+        if self._bulk.connected or not self.core.link.connected:
+            self._bulk_seen = now
+        elif now - self._bulk_seen > self.place.parameters.lease:
+            self._bulk_seen = now
+            self._reopen_bulk()
+
+    def _reopen_bulk(self) -> None:
+        if self._bulk is not None:
+            self._bulk.reopen()
+        if self._transfers is not None:
+            self._transfers.cut()
 
     def _take_bulk(self, frames: list[Any]) -> None:
         assert self._transfers is not None
@@ -302,6 +328,9 @@ class Session:
         with self.lock:
             self.core.lay_out(place.parameters, len(place.layout.fragments))
             self.place = place
+        if not self._introduction.run:
+            # A syncer of another run that takes this one's address must not get this training.
+            self._introduction = replace(self._introduction, run=place.run)
         self._token = welcome.token
         if self._bulk is None:
             bulk = self._address.with_port(welcome.bulk_port)
@@ -317,7 +346,7 @@ class Session:
     def _read_place(self, welcome: msg.Welcome) -> Place | str:
         """What the Welcome says, or what is wrong with it."""
         try:
-            parameters = parameters_from(welcome.parameters, source="the syncer")
+            parameters = parameters_from(welcome.parameters, source="the syncer", outer=False)
             specs = self._introduction.specs
             if parameters.buffers == "local":
                 specs = tuple(spec for spec in specs if spec.kind != BUFFER)
@@ -374,11 +403,12 @@ class Session:
             case act.Release():
                 self._release(action.fragment)
             case act.Unstage():
-                self._unstage(action.fragment)
+                pass  # free() has done it
             case act.SayHello():
-                self._hello(action)
+                self._greeted = self._control.send(encode(self._introduction.hello(action)))
             case act.Reconnect():
                 self._control.reopen()
+                self._reopen_bulk()
                 self._greeted = False
             case act.Note():
                 log.warning("%s", action.text)
@@ -389,27 +419,6 @@ class Session:
                 message = message_of(action, epoch)
                 assert message is not None, f"{action} is for the training thread"
                 self._control.send(encode(message))
-
-    def _hello(self, action: act.SayHello) -> None:
-        me = self._introduction
-        tensors = tuple(
-            msg.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, kind=s.kind, alias_of=s.alias_of)
-            for s in me.specs
-        )
-        hello = msg.Hello(
-            protocol=msg.PROTOCOL,
-            run=me.run,
-            name=me.name,
-            incarnation=me.incarnation,
-            tensors=tensors,
-            epoch=action.epoch,
-            versions=action.versions,
-            clock=action.clock,
-            data_seed=me.data_seed,
-            model_config=me.model_config,
-            version=me.version,
-        )
-        self._greeted = self._control.send(encode(hello))
 
     def _offer(self, action: act.Offer, epoch: int) -> None:
         offer = msg.Offer(
@@ -445,15 +454,5 @@ class Session:
 
     def _release(self, fragment: int) -> None:
         self._deferred = [fetch for fetch in self._deferred if fetch.fragment != fragment]
-        with self.lock:
-            buffer = self.arrived.pop(fragment, None)
-        if buffer is not None and self._replica is not None:
-            self._replica.give_back(buffer)
-        elif self._transfers is not None:
+        if self._transfers is not None:
             self._transfers.release(fragment)
-
-    def _unstage(self, fragment: int) -> None:
-        with self.lock:
-            buffer = self.staged.pop(fragment, None)
-        if buffer is not None and self._replica is not None:
-            self._replica.give_back(buffer)

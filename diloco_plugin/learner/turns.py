@@ -8,6 +8,7 @@ else is handed to the I/O thread.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -61,16 +62,17 @@ class Turns:
         self._core = core
         self._session = session
 
-    def turn(self, event: ev.LearnerEvent, *, over: bool) -> bool:
+    def turn(self, event: ev.LearnerEvent, *, over: bool, joining: bool = False) -> bool:
         """One event, on all ranks: decide (leader), share the plan, carry it out.
 
-        Returns True when the training thread need not stay for another turn; `over` says so.
+        Returns True when the training thread need not stay for another turn; `over` says so. While
+        `joining` it stays until the global model is held.
         """
         reserved: Reserved = []
         plan: list[int] = []
         if self._core is not None and self._session is not None:
             reserved = self._decide(event, plan)
-            again = not over and self._wants_another_turn(event)
+            again = not over and self._wants_another_turn(joining)
             plan = [_AGAIN if again else _DONE, *plan, *_encode_plan(reserved)]
         plan = self._island.share_plan(plan)
         if _LAY_OUT in plan[1:2]:
@@ -83,7 +85,7 @@ class Turns:
             self._follow(plan[1:])
         return plan[0] == _DONE
 
-    def _wants_another_turn(self, event: ev.LearnerEvent) -> bool:
+    def _wants_another_turn(self, joining: bool) -> bool:
         """Leader: does the training thread have to stay? (joining, closing, lockstep)"""
         assert self._core is not None
         assert self._session is not None
@@ -91,12 +93,12 @@ class Turns:
             return False
         if self._core.closing:
             return self._core.link.standing is not Standing.LEFT
-        if isinstance(event, ev.Stepped) or self._core.link.standing is Standing.LIVE:
-            with self._session.changed:
-                if self._core.must_wait():
-                    self._session.changed.wait(WAIT_SECONDS)
-                return self._core.must_wait()
-        return True
+        if joining:
+            return self._core.link.standing is not Standing.LIVE
+        with self._session.changed:
+            if self._core.must_wait():
+                self._session.changed.wait(WAIT_SECONDS)
+            return self._core.must_wait()
 
     def _decide(self, event: ev.LearnerEvent, plan: list[int]) -> Reserved:
         """Leader: step the core and take the buffers that its actions need, under the lock."""
@@ -111,6 +113,9 @@ class Turns:
                 plan.append(_STOP)
             for action in actions:
                 buffer = None
+                if isinstance(action, act.Release | act.Unstage):
+                    self._session.free(action)
+                    continue
                 if isinstance(action, act.Apply):
                     buffer = self._session.arrived.pop(action.fragment)
                 elif isinstance(action, act.Snapshot):
@@ -150,11 +155,13 @@ class Turns:
         for code in steps:
             if code in (_APPLY, _BLEND):
                 fragment = next(steps)
+                # As the leader has it: the parameters that were shared are those of the first
+                # syncer, and may have changed since.
+                alpha = _float_of(next(steps)) if code == _BLEND else 0.0
                 assert self.replica is not None
-                assert self.parameters is not None
                 buffer = self.replica.take_arrival()
                 assert buffer is not None
-                self._apply(fragment, self.parameters.alpha if code == _BLEND else 0.0, buffer)
+                self._apply(fragment, alpha, buffer)
                 self.replica.rebase(fragment, buffer)
                 self.replica.give_back(buffer)
             elif code == _CAPTURE:
@@ -202,7 +209,7 @@ class Turns:
         told, fragments, self.index, self.count, self.run = json.loads(
             self._island.share_text(text)
         )
-        self.parameters = parameters_from(told, source="the syncer")
+        self.parameters = parameters_from(told, source="the syncer", outer=False)
         specs = self._census.specs
         if self.parameters.buffers == "local":
             specs = tuple(spec for spec in specs if spec.kind != BUFFER)
@@ -225,9 +232,21 @@ def _encode_plan(reserved: Reserved) -> list[int]:
     plan: list[int] = []
     for action, _ in reserved:
         if isinstance(action, act.Apply):
-            plan += [_BLEND if action.alpha > 0.0 else _APPLY, action.fragment]
+            blend = action.alpha > 0.0
+            plan += [_BLEND if blend else _APPLY, action.fragment]
+            plan += [_int_of(action.alpha)] if blend else []
         elif isinstance(action, act.CaptureBase):
             plan.append(_CAPTURE)
         elif isinstance(action, act.Restore):
             plan.append(_RESTORE)
     return plan
+
+
+def _int_of(number: float) -> int:
+    """The bits of a float: it must be the same to the last one on every rank."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+def _float_of(bits: int) -> float:
+    (number,) = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))
+    return float(number)

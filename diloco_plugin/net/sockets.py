@@ -12,9 +12,10 @@ import itertools
 import os
 import socket as stdlib_socket
 import stat
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import zmq
@@ -122,7 +123,9 @@ class Door:
         """Closes it, drops what is queued; the port is free a moment later. Again is harmless."""
         self.socket.close(linger=0)
 
-    def __del__(self) -> None:
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _ending():  # this module may have been taken apart already
+            return
         socket = getattr(self, "socket", None)
         if socket is not None and not socket.closed:
             _close_forgotten(self)
@@ -242,7 +245,9 @@ class Line:
         self._events = []
         self._connected = False
 
-    def __del__(self) -> None:
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _ending():  # this module may have been taken apart already
+            return
         monitor = getattr(self, "_monitor", None)
         if monitor is not None and not (self._socket.closed and monitor.closed):
             _close_forgotten(self)

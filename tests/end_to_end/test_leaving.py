@@ -210,7 +210,7 @@ def test_learners_that_take_7_20_and_33_steps_each_leave_with_the_model_of_their
                 for _, index, tokens, steps in seen.pushes
                 if index == fragment.index and tokens == (10 + m) * steps
             ]
-            assert 1 <= sum(given) <= taken[m]
+            assert sum(given) <= taken[m]
     assert all(tokens % steps == 0 for _, _, tokens, steps in seen.pushes)
     assert any(steps % 24 for _, _, _, steps in seen.pushes)
     # Who leaves last leaves with what the syncer keeps.

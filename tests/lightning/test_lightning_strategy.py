@@ -146,6 +146,18 @@ trainer:
     assert strategy.process_group_backend == "gloo"
 
 
+def test_a_yaml_file_with_nothing_but_the_name_trains_as_a_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("trainer:\n  strategy: diloco\n  max_epochs: 1\n")
+    with running_syncer(**EVERY_STEP) as syncer:
+        monkeypatch.setenv("DILOCO_SYNCER", syncer.address)
+        made = cli(f"--config={tmp_path / 'config.yaml'}")
+        made.trainer.fit(made.model, batches())
+        assert same(weights(made.model), global_model(syncer))
+    assert made.trainer.strategy.callback.state_dict()["steps"] == 8
+
+
 def test_flags_configure_it_as_well_and_the_name_will_do() -> None:
     strategy = cli(
         "--trainer.strategy=diloco_lightning.DiLoCoStrategy",

@@ -21,7 +21,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     Model, optimizers, schedulers, data and the Trainer's own strategy stay as they are. When `fit`
     returns, the model holds the global weights (or their average, with a weight-averaging
-    callback). Validation, tests, prediction, `fast_dev_run` and the tuner never connect.
+    callback). The last validation of `fit`, and what `ModelCheckpoint` saves, come before that and
+    hold this learner's own: `trainer.validate` and `trainer.save_checkpoint` after `fit` see the
+    global ones. Validation, tests, prediction, `fast_dev_run` and the tuner never connect.
 
     It moves itself to the front of `Trainer.callbacks`, so that every other callback sees a batch's
     merged weights. `trainer.fit` raises the errors of `diloco_plugin.attach` as well.
@@ -29,7 +31,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     Args:
         syncer: `tcp://host:port` of the syncer; default: the environment variable `DILOCO_SYNCER`.
         name: of this learner; a learner that returns under its name finds its place again. Default:
-            host name and process id.
+            the environment variable `DILOCO_NAME`, else host name and process id.
         run: refuse to join any other run than this one.
         module: sync only this submodule, under names relative to it: with "model" a LightningModule
             and a Hugging Face model of the same kind can share a run.
@@ -37,7 +39,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             `input_ids`, else samples.
         require_syncer: False trains alone until the syncer appears.
         connect_timeout: seconds to wait for the syncer and its model.
-        close_timeout: seconds that leaving may take; default: what the syncer says (30).
+        close_timeout: seconds that leaving waits while nothing moves; default: what the syncer
+            says (30).
         data_seed: seed of the data order; the syncer warns when two learners have the same.
             Default: that of `seed_everything`, if it was called.
         log_metrics: log numbers named `diloco/...` to the Trainer's loggers, as often as the

@@ -44,14 +44,15 @@ class DiLoCoMixin:
             syncer: `tcp://host:port` of the syncer; default: the environment variable
                 `DILOCO_SYNCER`.
             name: of this learner; a learner that returns under its name finds its place again.
-                Default: host name and process id.
+                Default: the environment variable `DILOCO_NAME`, else host name and process id.
             run: refuse to join any other run than this one.
             module: sync only this submodule, under names relative to it.
             tokens: units of work in a batch; default: ones in `attention_mask`, else size of
                 `input_ids`, else samples.
             require_syncer: False trains alone until the syncer appears.
             connect_timeout: seconds to wait for the syncer and its model.
-            close_timeout: seconds that leaving may take; default: what the syncer says (30).
+            close_timeout: seconds that leaving waits while nothing moves; default: what the syncer
+                says (30).
             data_seed: seed of the data order; the syncer warns when two learners have the same.
             log_metrics: log numbers named `diloco/...` to the Trainer's loggers.
             **kwargs: what the strategy beneath takes.

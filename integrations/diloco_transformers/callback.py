@@ -45,15 +45,16 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
 
     Args:
         syncer: `tcp://host:port`; default: the environment variable `DILOCO_SYNCER`.
-        name: of this learner; one that returns under its name finds its place again. Default: host
-            name and process id.
+        name: of this learner; one that returns under its name finds its place again. Default: the
+            environment variable `DILOCO_NAME`, else host name and process id.
         run: refuse to join any other run than this one.
         module: share only this submodule, under names relative to it.
         tokens: units of work in the keyword arguments of `forward`; default: ones in
             `attention_mask`, else size of `input_ids`, else samples.
         require_syncer: False trains alone until the syncer appears.
         connect_timeout: seconds to wait for the syncer and its model.
-        close_timeout: seconds that leaving may take; default: what the syncer says.
+        close_timeout: seconds that leaving waits while nothing moves; default: what the syncer
+            says (30).
         data_seed: seed of the data order; the syncer warns when two learners have the same.
             Default: `args.data_seed`, else `args.seed`.
 

@@ -76,12 +76,22 @@ def test_a_resumed_learner_takes_the_global_model_not_the_old_weights(tmp_path: 
     assert same(seen[0], now)
 
 
-def test_a_checkpoint_of_the_end_holds_the_global_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_and_a_validation_after_the_end_hold_the_global_weights(
+    tmp_path: Path,
+) -> None:
+    validated: list[dict[str, Tensor]] = []
+
+    class Recording(pl.Callback):
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            validated.append(weights(pl_module))
+
     with running_syncer(sync_every=100, fragments=2) as syncer:
-        t = fit(DiLoCoCallback(syncer.address), steps=6)
+        t = fit(DiLoCoCallback(syncer.address), Recording(), steps=6)
         t.save_checkpoint(tmp_path / "end.ckpt")
+        t.validate(t.lightning_module, batches(1), verbose=False)
         saved = Regression.load_from_checkpoint(tmp_path / "end.ckpt")
         assert same(weights(saved), global_model(syncer))
+        assert same(validated[-1], global_model(syncer))
 
 
 @pytest.mark.parametrize("first", [True, False])

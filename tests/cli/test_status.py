@@ -12,10 +12,13 @@ import pytest
 
 from diloco_plugin import status
 from diloco_plugin.cli import main
+from diloco_plugin.config import parameters_to
+from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.core.policy import diagnose
 from diloco_plugin.errors import UnreachableError, WireError
 from diloco_plugin.net.sockets import Door, Poll, Waker, new_context
 from diloco_plugin.status import check, render, table
+from diloco_plugin.testing.world import World
 from diloco_plugin.wire.framing import encode
 from diloco_plugin.wire.messages import PROTOCOL, HelloRequired, Status
 
@@ -217,6 +220,27 @@ def test_what_is_wrong_is_said_in_words_with_what_helps(found: dict[str, Any], s
 def test_nothing_is_said_where_nothing_is_wrong(found: dict[str, Any]) -> None:
     status = healthy(**found)
     assert render(status | {"problems": diagnose(status)}).endswith("problems: none\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"quorum": 1, "overlap": 0}, ["1.0 of 4 learners join a round"]),
+        ({"quorum": 4, "overlap": 0}, []),
+        ({"quorum": 1, "overlap": 2}, []),
+    ],
+)
+def test_learners_that_come_too_late_are_told_of_and_what_is_advised_helps(
+    flags: dict[str, int], said: list[str]
+) -> None:
+    world = World(Parameters(fragments=2, sync_every=8, **flags), fragments=2)
+    world.learner("quick", step_ms=100)
+    for name in ("a", "b", "c"):
+        world.learner(name, step_ms=200)
+    world.run(60)
+    found = world.syncer.core.status(world.now_ns)
+    problems = diagnose(found | {"parameters": parameters_to(world.parameters)})
+    assert [problem.partition(":")[0] for problem in problems] == said
 
 
 def test_a_status_without_anything_in_it_can_still_be_shown() -> None:

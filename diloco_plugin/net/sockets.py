@@ -124,10 +124,12 @@ class Door:
         self.socket.close(linger=0)
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if _ending():  # this module may have been taken apart already
-            return
         socket = getattr(self, "socket", None)
-        if socket is not None and not socket.closed:
+        if socket is None or socket.closed:
+            return
+        if _ending():  # what else is in this module may be gone already
+            self.close()
+        else:
             _close_forgotten(self)
 
 
@@ -246,10 +248,12 @@ class Line:
         self._connected = False
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if _ending():  # this module may have been taken apart already
-            return
         monitor = getattr(self, "_monitor", None)
-        if monitor is not None and not (self._socket.closed and monitor.closed):
+        if monitor is None or (self._socket.closed and monitor.closed):
+            return
+        if _ending():  # what else is in this module may be gone already
+            self.close()
+        else:
             _close_forgotten(self)
 
     def _drain_monitor(self) -> None:

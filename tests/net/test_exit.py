@@ -54,3 +54,20 @@ def test_a_process_exits_with_messages_queued_to_a_dead_peer(ending: str) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_was_never_closed_says_nothing_when_the_interpreter_ends() -> None:
+    script = (
+        "from diloco_plugin.net.sockets import Door, Line, new_context\n"
+        "context = new_context()\n"
+        "door = Door(context, 'tcp://127.0.0.1:*', 'bulk')\n"
+        "line = Line(context, door.address, 'bulk')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", script],
+        timeout=20,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import statistics
@@ -244,6 +245,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("diloco").setLevel(logging.ERROR)
     repeats, steps = (1, 6) if arguments.quick else (3, 16)
     figures: dict[str, float] = {}
     figures |= learner_memory()  # first: freed memory of other parts would hide what it adds

@@ -52,7 +52,7 @@ def _set_up_logging(config: SyncerConfig) -> None:
 def _return_memory() -> None:
     """Let glibc give fragments back to the system as soon as they are free.
 
-    By default it keeps what was freed for later, in an arena for each thread: half to one and a half
+    By default it keeps what was freed, in an arena for each thread: half to one and a half
     models more with a 30 M model and 8 learners (`make bench`). Chunks stay below the threshold.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

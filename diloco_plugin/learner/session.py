@@ -28,7 +28,7 @@ from diloco_plugin.learner.transfers import Transfers
 from diloco_plugin.learner.translation import event_of, message_of
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
-from diloco_plugin.net.sockets import Line, new_context
+from diloco_plugin.net.sockets import LOOK_SECONDS, Line, listens, new_context
 from diloco_plugin.tensors.codec import codec
 from diloco_plugin.tensors.layout import BUFFER, Layout, TensorSpec, build_layout
 from diloco_plugin.wire import messages as msg
@@ -120,7 +120,7 @@ class Session:
     @property
     def reached(self) -> bool:
         """Does something listen at that address, whatever it is?"""
-        return self._control.reached
+        return listens(self._address)
 
     def post(self, actions: Sequence[act.LearnerAction]) -> None:
         """Hand actions that need no parameters to the I/O thread."""
@@ -202,7 +202,7 @@ class Session:
         wait = (deadline - time.monotonic_ns()) / 1e9
         if self._transfers is not None and self._transfers.backlog:
             wait = min(wait, RETRY_SECONDS)
-        self._poll.wait(max(0.0, wait))
+        self._poll.wait(min(max(0.0, wait), LOOK_SECONDS))
         self._waker.drain()
         self._carry_out_inbox()
         self._watch_lines()

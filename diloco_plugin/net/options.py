@@ -63,7 +63,8 @@ _ROUTER: Final[dict[int, int | bytes]] = {
 _DEALER: Final[dict[int, int]] = {
     zmq.IMMEDIATE: 1,  # never queue into a connection that does not exist
     zmq.CONNECT_TIMEOUT: 5_000,
-    zmq.RECONNECT_IVL: 200,
+    zmq.SNDHWM: 0,  # so that no room to send means no connection (`Line`)
+    zmq.RECONNECT_IVL: 1_000,
     zmq.RECONNECT_IVL_MAX: 10_000,
 }
 

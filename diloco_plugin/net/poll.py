@@ -25,6 +25,10 @@ class Pollable(Protocol):
         """What to poll now; empty once closed."""
 
     @property
+    def awaits_room(self) -> bool:
+        """Whether room to send is news, too."""
+
+    @property
     def pending(self) -> bool:
         """Whether something is ready that polling would not show."""
 
@@ -36,7 +40,7 @@ class Waker:
         self._mine, self._theirs = socket.socketpair()
         self._mine.setblocking(False)
         self._theirs.setblocking(False)
-        self.pending = False
+        self.pending = self.awaits_room = False
 
     @property
     def sockets(self) -> tuple[Source, ...]:
@@ -88,7 +92,11 @@ class Poll:
         if any(thing.pending for thing in self._things):
             return
         # Looked up every time: a Line that reopened has new sockets.
-        sources = [(source, zmq.POLLIN) for thing in self._things for source in thing.sockets]
+        sources = [
+            (source, zmq.POLLIN | (zmq.POLLOUT if thing.awaits_room else 0))
+            for thing in self._things
+            for source in thing.sockets
+        ]
         if timeout_seconds is None:
             if not sources:
                 raise ValueError("Nothing is open that could ever be read: this would never end.")

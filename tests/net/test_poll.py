@@ -75,7 +75,7 @@ def test_a_line_that_reopened_is_still_polled(net: Net) -> None:
     until(lambda: returns_soon(poll) and "connected" in line.events())
 
 
-def test_an_event_already_taken_from_the_monitor_is_not_slept_over(net: Net) -> None:
+def test_a_connection_that_was_seen_already_is_not_slept_over(net: Net) -> None:
     door, poll = net.door(), Poll()
     line = net.line(door.address)
     poll.add(line)

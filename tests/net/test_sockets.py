@@ -276,7 +276,8 @@ def closed_by_peer(raw: socket.socket) -> bool:
         return True
 
 
-def test_what_does_not_speak_zeromq_is_never_connected(net: Net) -> None:
+def test_what_does_not_speak_zeromq_does_not_stay_connected(net: Net) -> None:
+    """For a moment libzmq may take it for a peer of version 1, which has no handshake."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         line = net.line(f"tcp://127.0.0.1:{server.getsockname()[1]}", "control")
         server.settimeout(10)
@@ -285,8 +286,7 @@ def test_what_does_not_speak_zeromq_is_never_connected(net: Net) -> None:
             raw.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
             assert raw.recv(4096)  # its own greeting
         assert listens(line.address)
-        assert not line.connected
-        assert line.events() == []
+        until(lambda: not line.connected)
 
 
 def test_a_busy_address_is_in_use(net: Net, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     print("joined", flush=True)
     if sys.argv[4:] == ["idle"]:
         time.sleep(600)
-    forger.progress(1_000_000)
+    forger.progress(1_000)
     pull = forger.pulled()
     forger.offer(pull)
     forger.serve("push", 0, pull.round, torch.full((elements,), 1e6), 0)

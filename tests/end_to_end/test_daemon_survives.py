@@ -136,8 +136,8 @@ def test_lockstep_learners_close_together(learners: int, overlap: int) -> None:
         lockstep=True, learners=learners, sync_every=4, fragments=4, overlap=overlap
     ) as syncer:
         run_all([lambda m=m: job(m, syncer.address) for m in range(learners)])
+        until(lambda: syncer.status()["learners"] == [], message="all have said goodbye")
         final = global_model(syncer)
-        assert syncer.status()["learners"] == []
     names = [name for name, _ in models[0].named_parameters()]
     spread = [largest_difference(values(m), [final[name] for name in names]) for m in models]
     assert min(spread) == 0.0, "the last one to leave holds another model"

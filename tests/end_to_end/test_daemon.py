@@ -103,6 +103,7 @@ def hub() -> FakeHub:
 def at(hub: FakeHub, tmp_path: Path) -> dict[str, str]:
     return {
         "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": "0",  # the fake hub is on this machine
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(tmp_path / "home"),
         "HF_TOKEN": "hf_secret",

@@ -67,6 +67,8 @@ def depth(tree: object) -> int:
 
 def of_type(type_: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
     match type_:
+        case msgspec.inspect.StrType() if type_.pattern:  # names: no control characters
+            return st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
         case msgspec.inspect.StrType():
             low, high = type_.min_length or 0, min(type_.max_length or 12, 12)
             return st.text(st.characters(exclude_categories=["Cs"]), min_size=low, max_size=high)

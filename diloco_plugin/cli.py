@@ -1,4 +1,4 @@
-"""The command ``diloco``: start a syncer, look at one, check that it can be reached.
+"""The command `diloco`: start a syncer, look at one, check that it can be reached.
 
 Exit codes: 0 done, 2 wrong usage, 69 unreachable, 75 address in use, 77 refused, 78 configuration.
 Nothing heavy is imported before a command needs it: ``diloco --help`` answers without torch.
@@ -75,7 +75,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     # Abbreviated flags would break when a new flag makes them ambiguous.
-    parser = _Parser(prog="diloco", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = _Parser(
+        prog="diloco",
+        description="Start a syncer, look at one, check that it can be reached.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     syncer = commands.add_parser(

@@ -265,7 +265,10 @@ class Syncer:
         nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
         problem = "; ".join(differences(self._specs, specs)) if self._merging.model else ""
         if self._merging.model is not None and not (problem and nobody):
-            return problem
+            return problem and (
+                f"this model is not the one that run {self.config.run!r} trains: {problem}."
+                " Use the same model, or another syncer"
+            )
         try:
             check_specs(specs)
             layout = build_layout(specs, self.config.parameters.fragments)
@@ -383,7 +386,7 @@ class Syncer:
             bulk_port=self._bulk_port,
             token=token,
         )
-        log.info("learner %s joins as %d of %d", action.life, action.index, action.count)
+        log.info("learner %s joins with index %d of %d", action.life, action.index, action.count)
         self._send(action.life, welcome)
 
     def _tell_place(self, action: act.TellPlace) -> None:

@@ -21,9 +21,9 @@ def _momentum(config: SyncerConfig) -> str | None:
     """Warns when the outer momentum is long compared with the rounds that a fragment gets.
 
     Momentum mu averages over about 1/(1-mu) rounds and multiplies the learning rate by as much in
-    the long run. Measured on a small language model (docs: outer optimizer): 0.9 hurts at 16 and at
-    62 rounds, 0.5 is the best at 62 and is beaten by none at 16. Ten horizons separate these cases:
-    100 rounds for 0.9, 20 for 0.5, and no momentum is always quiet.
+    the long run. Measured on a small language model (README, "Choosing the outer optimizer"): 0.9
+    hurts at 16 and at 62 rounds, 0.5 is the best at 62 and is beaten by none at 16. Ten horizons
+    separate these cases: 100 rounds for 0.9, 20 for 0.5, and no momentum is always quiet.
     """
     p = config.parameters
     if p.outer_optimizer.upper() != "SGD" or p.outer_momentum == 0.0 or config.steps == 0:

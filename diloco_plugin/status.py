@@ -19,7 +19,7 @@ Body = Mapping[str, Any]
 
 
 def fetch(address: str, timeout_seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
-    """The status body of the syncer at `address`; the docs describe its keys.
+    """The status body of the syncer at `address`; see ``Syncer.status``.
 
     Raises:
         UnreachableError: nothing answered in time.

@@ -16,8 +16,6 @@ QUIET_STEPS: Final = 8
 LEDGERS_MAX: Final = 1024
 #: Learners at once; a run of more than this many jobs is an accident.
 MEMBERS_MAX: Final = 1024
-
-
 #: How long an index waits for the learner that asked for it to shard its data before it joins.
 RESERVE_NS: Final = 600 * SECOND_NS
 RESERVED_MAX: Final = 1024

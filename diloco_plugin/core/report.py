@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import policy
 from .actions import Fate
 from .members import Stage
 from .parameters import SECOND_NS
@@ -82,7 +83,9 @@ def check(core: SyncerCore) -> None:
     assert len(rounds.queue) == len(set(rounds.queue)), "a fragment is queued twice"
     for closing in (True, False):
         running = sum(flight.closing == closing for flight in rounds.flights.values())
-        assert running <= rounds.in_flight_max(closing=closing), "too many rounds in flight"
+        assert running <= policy.in_flight_max(rounds.parameters, closing=closing), (
+            "too many rounds in flight"
+        )
     indices = [member.index for member in core.members]
     assert len(indices) == len(set(indices)), "two learners share an index"
     seeders = len(core.members.in_stage(Stage.SEEDING))

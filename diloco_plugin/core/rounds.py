@@ -81,7 +81,7 @@ class Rounds:
 
     def _admissible(self, fragments: list[int], busy: set[int], *, closing: bool) -> list[int]:
         running = sum(flight.closing == closing for flight in self.flights.values())
-        free = max(0, self.in_flight_max(closing=closing) - running)
+        free = max(0, policy.in_flight_max(self.parameters, closing=closing) - running)
         chosen = [fragment for fragment in fragments if fragment not in busy][:free]
         busy.update(chosen)
         return chosen
@@ -212,6 +212,13 @@ class Rounds:
         flight.asked[life] = Ask.NOTHING
         self._withdraw(flight, life, Fate.REJECTED, reason)
 
+    def _withdraw_unfinished(self, flight: Round, fate: Fate, reason: str) -> None:
+        """What is still on its way comes too late for this round."""
+        for life, state in flight.asked.items():
+            if state is Ask.SENDING:
+                flight.asked[life] = Ask.NOTHING
+                self._withdraw(flight, life, fate, reason)
+
     def _withdraw(self, flight: Round, life: Life, fate: Fate, reason: str) -> None:
         del flight.pushes[life]
         self._emit(act.Discard(life=life, round=flight.number, fragment=flight.fragment))
@@ -277,10 +284,7 @@ class Rounds:
         return self.parameters.lockstep or not member.quiet(now_ns, self.parameters.lease_ns)
 
     def _close(self, flight: Round, now_ns: int, reason: str) -> None:
-        for life, state in flight.asked.items():
-            if state is Ask.SENDING:
-                flight.asked[life] = Ask.NOTHING
-                self._withdraw(flight, life, Fate.LATE, "the round closed while it was on its way")
+        self._withdraw_unfinished(flight, Fate.LATE, "the round closed while it was on its way")
         flight.closed_ns = now_ns
         self._mind_norms(flight)
         # A learner that leaves must hold the global model exactly: its closing round announces it
@@ -380,10 +384,7 @@ class Rounds:
             if flight.phase is Phase.GRACE:
                 self._close(flight, now_ns, reason)
             elif flight.phase is Phase.COLLECTING:
-                for life, state in flight.asked.items():
-                    if state is Ask.SENDING:
-                        flight.asked[life] = Ask.NOTHING
-                        self._withdraw(flight, life, Fate.ABANDONED, reason)
+                self._withdraw_unfinished(flight, Fate.ABANDONED, reason)
                 self._drop(flight, reason)
 
     def _tell(self, life: Life, number: int, fragment: int, fate: Fate, reason: str) -> None:
@@ -398,10 +399,6 @@ class Rounds:
         """When open grace windows end."""
         flights = self.flights.values()
         return [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
-
-    def in_flight_max(self, *, closing: bool) -> int:
-        """How many rounds may run at once."""
-        return policy.in_flight_max(self.parameters, closing=closing)
 
     def pending(self) -> int:
         """Pushes that were let in and have no fate yet."""

@@ -277,8 +277,7 @@ class SyncerCore:
         if self.state in (RunState.RUNNING, RunState.ENDING):
             for member in waiting:
                 member.stage = Stage.TAKING
-                for fragment in range(len(self.rounds.versions)):
-                    self.rounds.announce(fragment, [member], self.clock)
+                self._announce_model(member)
 
     def _seed_received(self, member: Member) -> None:
         if member.stage is not Stage.SEEDING or self.state is not RunState.SEEDING:
@@ -287,6 +286,9 @@ class SyncerCore:
         self.state = RunState.RUNNING
         self._out.append(act.Note(text=f"learner {member.life.name!r} brought the model"))
         # it holds version 0, but must know that we do: it may not leave before
+        self._announce_model(member)
+
+    def _announce_model(self, member: Member) -> None:
         for fragment in range(len(self.rounds.versions)):
             self.rounds.announce(fragment, [member], self.clock)
 

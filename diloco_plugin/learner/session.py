@@ -30,7 +30,7 @@ from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import LOOK_SECONDS, Line, listens, new_context
 from diloco_plugin.tensors.codec import codec
-from diloco_plugin.tensors.layout import BUFFER, Layout, TensorSpec, build_layout
+from diloco_plugin.tensors.layout import Layout, build_layout, taking_part
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_learner, encode
 
@@ -48,7 +48,6 @@ class Place:
 
     parameters: Parameters
     layout: Layout
-    specs: tuple[TensorSpec, ...]
     index: int
     count: int
     run: str
@@ -130,7 +129,6 @@ class Session:
 
     def use(self, replica: Replica) -> None:
         """The buffers exist now: fetching may begin."""
-
         self._replica = replica
         self._inbox.append(self._open_bulk)
         self._waker.wake()
@@ -347,9 +345,7 @@ class Session:
         """What the Welcome says, or what is wrong with it."""
         try:
             parameters = parameters_from(welcome.parameters, source="the syncer", outer=False)
-            specs = self._introduction.specs
-            if parameters.buffers == "local":
-                specs = tuple(spec for spec in specs if spec.kind != BUFFER)
+            specs = taking_part(self._introduction.specs, parameters.buffers)
             layout = build_layout(specs, welcome.fragments)
         except (ConfigError, LayoutError) as error:
             return f"the syncer's welcome cannot be used: {error}"
@@ -363,7 +359,7 @@ class Session:
                 f"the syncer came back with {len(layout.fragments)} fragments instead of"
                 f" {len(self.place.layout.fragments)}: start this learner again to join that run."
             )
-        return Place(parameters, layout, specs, welcome.index, welcome.count, welcome.run)
+        return Place(parameters, layout, welcome.index, welcome.count, welcome.run)
 
     def _open_bulk(self) -> None:
         assert self._bulk is not None

@@ -161,7 +161,7 @@ class Transfers:
             kind, values = push.codec, self._difference[: stop - start]
             self._replica.difference(want.fragment, push.buffer, start, stop, self._difference)
             push.missing.discard(index)
-        # New memory for each chunk: libzmq keeps it until it is on the wire.
+        # New memory for each chunk: it waits in the outbox while there is no connection.
         payload = torch.empty(kind.nbytes(stop - start), dtype=torch.uint8)
         kind.encode(values, payload)
         data = memoryview(payload.numpy())  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.learner.island import Island
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.session import Session
-from diloco_plugin.tensors.layout import BUFFER, Census, Layout, build_layout
+from diloco_plugin.tensors.layout import Census, Layout, build_layout, taking_part
 
 #: How long the training thread waits for news at a time, in lockstep and at the ends of training.
 WAIT_SECONDS: Final = 0.05
@@ -210,9 +210,7 @@ class Turns:
             self._island.share_text(text)
         )
         self.parameters = parameters_from(told, source="the syncer", outer=False)
-        specs = self._census.specs
-        if self.parameters.buffers == "local":
-            specs = tuple(spec for spec in specs if spec.kind != BUFFER)
+        specs = taking_part(self._census.specs, self.parameters.buffers)
         self._build(build_layout(specs, fragments))
 
     def _build(self, layout: Layout) -> None:

@@ -212,9 +212,7 @@ class Bulk:
             raise WireError("stranger", "an unknown token")
         if route in self._peers:
             raise WireError("stranger", "a second introduction on one connection")
-        old = self._routes.pop(life, None)
-        if old is not None:
-            self._peers.pop(old, None)
+        self._disconnect(life)
         self._peers[route] = Peer(life)
         self._routes[life] = route
         for transfer in [*self._incoming.values(), self._seed]:  # what was cut goes on from here
@@ -225,13 +223,16 @@ class Bulk:
     def _forget(self, life: Life) -> None:
         for token in [t for t, holder in self._tokens.items() if holder == life]:
             del self._tokens[token]
-        route = self._routes.pop(life, None)
-        if route is not None:
-            self._peers.pop(route, None)
+        self._disconnect(life)
         for key in [key for key in self._incoming if key[0] == life]:
             self._discard(key)
         if self._seed is not None and self._seed.life == life:
             self._seed = None
+
+    def _disconnect(self, life: Life) -> None:
+        route = self._routes.pop(life, None)
+        if route is not None:
+            self._peers.pop(route, None)
 
     # ---- in ----
 

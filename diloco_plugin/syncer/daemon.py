@@ -34,11 +34,10 @@ from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
 from diloco_plugin.syncer.translation import event_of
 from diloco_plugin.tensors.layout import (
-    BUFFER,
     TensorSpec,
     build_layout,
-    check_specs,
     differences,
+    taking_part,
 )
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_syncer, encode
@@ -157,9 +156,10 @@ class Syncer:
     def _farewell(self) -> None:
         """The last word to learners was sent; export and publish while it travels."""
         if not self._has_model:
-            self.exit_code = self._output.nothing("no learner has brought a model")
+            self._output.nothing("no learner has brought a model")
         elif not self._merging.close(MERGER_CLOSE_SECONDS):
-            self.exit_code = self._output.nothing("the last merge does not end") or NOT_WRITTEN
+            self._output.nothing("the last merge does not end")
+            self.exit_code = NOT_WRITTEN
         else:
             tensors = self._merging.the_model.tensors()
             self.exit_code = self._output.finish(self._core.clock, tensors, self._model_config)
@@ -257,11 +257,10 @@ class Syncer:
 
         While nobody has brought a model, whoever knocks next may have another one.
         """
-        specs = tuple(
-            TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors
+        specs = taking_part(
+            (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors),
+            self.config.parameters.buffers,
         )
-        if self.config.parameters.buffers == "local":
-            specs = tuple(spec for spec in specs if spec.kind != BUFFER)
         nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
         problem = "; ".join(differences(self._specs, specs)) if self._merging.model else ""
         if self._merging.model is not None and not (problem and nobody):
@@ -270,7 +269,6 @@ class Syncer:
                 " Use the same model, or another syncer"
             )
         try:
-            check_specs(specs)
             layout = build_layout(specs, self.config.parameters.fragments)
             model = GlobalModel(layout, self.config.parameters)
             if self._init is not None:
@@ -354,8 +352,7 @@ class Syncer:
         if route is None or self._door.send(route, encode(message)) is Sent.OK:
             return
         # Unroutable, or it has not read hundreds of messages: as good as gone.
-        self._lives.pop(route, None)
-        self._routes.pop(life, None)
+        self._hang_up(life)
         self._pending.append(ev.Vanished(now_ns=time.monotonic_ns(), life=life))
 
     def _tell_all(self, lives: tuple[Life, ...], message: msg.Message) -> None:

@@ -63,12 +63,10 @@ class Output:
         log.info("the global model is in %s", self._config.export)
         return 0
 
-    def nothing(self, why: str) -> int:
-        """There is no model to write; returns the exit code."""
-        if not (self._config.export or self._publisher):
-            return 0
-        log.warning("nothing to export: %s", why)
-        return 0
+    def nothing(self, why: str) -> None:
+        """There is no model to write: say so, if one was to be written."""
+        if self._config.export or self._publisher:
+            log.warning("nothing to export: %s", why)
 
     def close(self) -> None:
         """Wait for what is being published, within bounds."""

@@ -42,6 +42,7 @@ __all__ = [
     "check_specs",
     "differences",
     "dtype_class",
+    "taking_part",
     "views",
 ]
 
@@ -78,6 +79,11 @@ class Layout:
     fragments: tuple[Fragment, ...]
     fingerprint: str
     elements: int
+
+
+def taking_part(specs: Iterable[TensorSpec], buffers: str) -> tuple[TensorSpec, ...]:
+    """Those of a model's tensors that take part in a run with this ``buffers``: merge or local."""
+    return tuple(spec for spec in specs if buffers == "merge" or spec.kind != BUFFER)
 
 
 def build_layout(specs: Iterable[TensorSpec], fragments: int) -> Layout:

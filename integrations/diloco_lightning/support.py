@@ -15,16 +15,15 @@ _SHARDED = (
     "its ranks hold shards of a parameter, and only whole tensors are synced so far. Use"
     " strategy='diloco' on one device or 'diloco_ddp' on several"
 )
+_XLA = "writing into parameters between steps is not tested on XLA devices. Use CPU or GPU"
 _REFUSED = {
     "DeepSpeedStrategy": "DeepSpeed's engine steps for each micro-batch, and its own fp32 copy of"
     " the weights undoes a merge. Use strategy='diloco_ddp'",
     "FSDPStrategy": _SHARDED,
     "ModelParallelStrategy": _SHARDED,
-    "XLAStrategy": "writing into parameters between steps is not tested on XLA devices. Use CPU"
-    " or GPU",
+    "XLAStrategy": _XLA,
     "XLAFSDPStrategy": _SHARDED,
-    "SingleDeviceXLAStrategy": "writing into parameters between steps is not tested on XLA"
-    " devices. Use CPU or GPU",
+    "SingleDeviceXLAStrategy": _XLA,
 }
 
 

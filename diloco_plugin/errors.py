@@ -3,6 +3,10 @@
     DiLoCoError
     ├── ConfigError          a parameter, flag or file is wrong            (exit code 78)
     ├── AddressInUseError    somebody else listens on that address         (exit code 75)
+    ├── StateLockedError     another syncer uses that state directory      (exit code 75)
+    ├── DamagedError         the state on disk is damaged, nothing touched (exit code 4)
+    ├── StoreError           the disk failed: what is durable is unsure    (exit code 74)
+    ├── NoRoomError          the disk is full: nothing was changed         (exit code 74)
     ├── LayoutError          a model cannot be laid out, or two models differ
     ├── UnsupportedError     this optimizer or strategy cannot be synced, and why
     ├── RefusedError         the syncer said no at the door, ``code`` says which no (exit code 77)
@@ -31,6 +35,30 @@ class AddressInUseError(DiLoCoError):
     """Somebody else already listens on the address."""
 
     exit_code = 75
+
+
+class StateLockedError(DiLoCoError):
+    """Another process uses the state directory."""
+
+    exit_code = 75
+
+
+class DamagedError(DiLoCoError):
+    """What is on disk is not what was written there. Nothing was changed."""
+
+    exit_code = 4
+
+
+class StoreError(DiLoCoError):
+    """A write or sync failed: what is on disk is unsure, so the process must not go on."""
+
+    exit_code = 74
+
+
+class NoRoomError(DiLoCoError):
+    """The disk is full. Everything is as before: try again when there is room."""
+
+    exit_code = 74
 
 
 class LayoutError(DiLoCoError):

@@ -27,8 +27,9 @@ from diloco_plugin.errors import AddressInUseError, ConfigError, LayoutError, Wi
 from diloco_plugin.modelfile import load_init
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
-from diloco_plugin.net.sockets import Door, Sent, new_context
+from diloco_plugin.net.sockets import Door, new_context
 from diloco_plugin.syncer.bulk import Bulk
+from diloco_plugin.syncer.control import Control
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
@@ -40,7 +41,7 @@ from diloco_plugin.tensors.layout import (
     taking_part,
 )
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_to_syncer, encode
+from diloco_plugin.wire.framing import encode
 
 log = logging.getLogger("diloco.syncer")
 
@@ -78,7 +79,7 @@ class Syncer:
         self._pending: deque[ev.SyncerEvent] = deque()
         self._context = new_context()
         try:
-            self._door = Door(self._context, config.bind, "control")
+            self._control = Control(Door(self._context, config.bind, "control"))
             bulk_door = self._bulk_door()
         except BaseException:
             self._context.destroy(linger=0)
@@ -89,22 +90,19 @@ class Syncer:
         self._merging = Merging(self._post, self._bulk.release)
         self._specs: tuple[TensorSpec, ...] = ()
         self._model_config = ""
-        self._routes: dict[Life, bytes] = {}
-        self._lives: dict[bytes, Life] = {}
         self._closing_rounds: set[int] = set()
         self._asking = b""
         self._greeting: msg.Hello | None = None
         self._has_model = self._init is not None
         self._complained = 0.0
         self._strange_bulk: Counter[str] = Counter()
-        self._strange: Counter[str] = Counter()
         self._stopped = False
         self._carriers = self._carriers_by_action()
 
     @property
     def address(self) -> str:
         """Where learners find this syncer, e.g. `tcp://127.0.0.1:5555`."""
-        return str(self._door.address)
+        return str(self._control.door.address)
 
     # ---- life ----
 
@@ -112,7 +110,7 @@ class Syncer:
         """Serve until the run is over; then export and publish."""
         self._bulk.start()
         poll = Poll()
-        poll.add(self._door)
+        poll.add(self._control.door)
         poll.add(self._waker)
         try:
             while not self._stopped:
@@ -128,8 +126,8 @@ class Syncer:
 
     def _turn(self) -> None:
         self._waker.drain()
-        for route, frames in self._door.receive():
-            self._take(route, frames[0].buffer)
+        for heard in self._control.hear():
+            self._take(heard.route, heard.message)
         while True:
             try:
                 event = self._queue.get_nowait()
@@ -169,7 +167,7 @@ class Syncer:
         self._bulk.stop(BULK_CLOSE_SECONDS)
         self._merging.close(MERGER_CLOSE_SECONDS)
         self._output.close()
-        self._door.close()
+        self._control.door.close()
         self._waker.close()
         self._context.destroy(linger=0)
 
@@ -197,15 +195,10 @@ class Syncer:
 
     # ---- what comes in over the control socket ----
 
-    def _take(self, route: bytes, data: Any) -> None:
-        try:
-            message = decode_to_syncer(data)
-        except WireError as error:
-            self._strange[error.reason] += 1
-            return
+    def _take(self, route: bytes, message: msg.ToSyncer) -> None:
         now = time.monotonic_ns()
         if isinstance(message, msg.StatusRequest):
-            self._door.send(route, self._encoded_status())
+            self._control.answer(route, self._encoded_status())
             return
         if isinstance(message, msg.PlaceRequest):
             self._asking = route
@@ -214,10 +207,10 @@ class Syncer:
         if isinstance(message, msg.Hello):
             self._hello(route, message, now)
             return
-        life = self._lives.get(route)
+        life = self._control.life_of(route)
         epoch = getattr(message, "epoch", self._core.epoch)
         if life is None or epoch != self._core.epoch:
-            self._door.send(route, encode(msg.HelloRequired(epoch=self._core.epoch)))
+            self._control.answer(route, encode(msg.HelloRequired(epoch=self._core.epoch)))
             return
         if isinstance(message, msg.Heartbeat):
             self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
@@ -229,14 +222,11 @@ class Syncer:
         if problem is None:
             text = self._layout_problem(hello)
             problem = ("layout", text) if text else None
-        before = self._lives.get(route)
+        before = self._control.life_of(route)
         if before is not None and before != life:  # one connection, one learner
-            self._routes.pop(before, None)
+            self._control.hang_up(before)
             self._step(ev.Vanished(now_ns=now, life=before))
-        old = self._routes.get(life)
-        if old is not None and old != route:
-            self._lives.pop(old, None)
-        self._routes[life], self._lives[route] = route, life
+        self._control.bind(life, route)
         self._greeting = hello
         self._step(
             ev.Knocked(
@@ -348,12 +338,8 @@ class Syncer:
         }
 
     def _send(self, life: Life, message: msg.Message) -> None:
-        route = self._routes.get(life)
-        if route is None or self._door.send(route, encode(message)) is Sent.OK:
-            return
-        # Unroutable, or it has not read hundreds of messages: as good as gone.
-        self._hang_up(life)
-        self._pending.append(ev.Vanished(now_ns=time.monotonic_ns(), life=life))
+        if not self._control.send(life, message):
+            self._pending.append(ev.Vanished(now_ns=time.monotonic_ns(), life=life))
 
     def _tell_all(self, lives: tuple[Life, ...], message: msg.Message) -> None:
         for life in lives:
@@ -387,7 +373,8 @@ class Syncer:
         self._send(action.life, welcome)
 
     def _tell_place(self, action: act.TellPlace) -> None:
-        self._door.send(self._asking, encode(msg.Place(index=action.index, count=action.count)))
+        place = msg.Place(index=action.index, count=action.count)
+        self._control.answer(self._asking, encode(place))
 
     def _refuse(self, action: act.Refuse) -> None:
         loud = time.monotonic() - self._complained > 1.0  # somebody may knock without end
@@ -395,19 +382,14 @@ class Syncer:
         log.log(level, "learner %s is turned away (%s): %s", action.life, action.code, action.text)
         self._complained = time.monotonic() if loud else self._complained
         self._send(action.life, msg.Refuse(code=action.code, text=action.text))
-        self._hang_up(action.life)
+        self._control.hang_up(action.life)
 
     def _dismiss(self, action: act.Dismiss) -> None:
         log.info("learner %s is gone: %s", action.life, action.reason)
         if action.tell:
             self._send(action.life, msg.Fence(reason=action.reason))
-        self._hang_up(action.life)
+        self._control.hang_up(action.life)
         self._bulk.forget(action.life)
-
-    def _hang_up(self, life: Life) -> None:
-        route = self._routes.pop(life, None)
-        if route is not None:
-            self._lives.pop(route, None)
 
     def _request_seed(self, action: act.RequestSeed) -> None:
         self._has_model = False
@@ -494,7 +476,9 @@ class Syncer:
             "version": __version__,
             "parameters": parameters_to(self.config.parameters),
             "bulk_port": self._bulk_port,
-            "strange_messages": dict(sorted((self._strange + self._strange_bulk.copy()).items())),
+            "strange_messages": dict(
+                sorted((self._control.strange + self._strange_bulk.copy()).items())
+            ),
         }
         if self._merging.model is not None:
             for entry, fragment in zip(

@@ -151,12 +151,30 @@ class Drop(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """A push that is part of a merge."""
+
+    life: Life
+    index: int
+    base: int
+    steps: int
+    tokens: int
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(Action):
-    """Make the new version durable. Answer with CommitDone."""
+    """Make the new version durable. Answer with CommitDone, or CommitFailed when nothing has
+    changed on disk and it may be tried again.
+    """
 
     round: int
     fragment: int
     version: int
+    clock: int
+    #: it came out of a closing round
+    exact: bool
+    contributions: tuple[Contribution, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,6 +144,14 @@ class CommitDone(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFailed(Event):
+    """There is no room for the new version (the disk is full); nothing has changed there."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceAsked(Event):
     """Somebody wants to know its place among the learners before it joins, to shard its data."""
 
@@ -290,7 +298,7 @@ class FinishAsked(Event):
 SyncerEvent: TypeAlias = (
     Knocked | Heard | Progressed | ProbeAnswered | Offered | Received | TransferFailed
     | SeedReceived | SeedFailed | TookModel | CloseAsked | Left | Vanished | MergeDone
-    | CommitDone | PlaceAsked | StopAsked | Ticked
+    | CommitDone | CommitFailed | PlaceAsked | StopAsked | Ticked
 )  # fmt: skip
 LearnerEvent: TypeAlias = (
     Stepped | Paused | Welcomed | TurnedAway | SeedAsked | Pulled | Announced | Arrived

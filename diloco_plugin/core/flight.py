@@ -53,6 +53,8 @@ class Round:
     quorum: int = 0
     grace_until_ns: int = 0
     closed_ns: int = 0
+    #: the commit failed, for want of room, and is tried again then; 0: it is under way
+    retry_ns: int = 0
     pushes: dict[Life, Push] = field(default_factory=dict)
     refused_for_norm: int = 0
 

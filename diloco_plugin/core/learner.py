@@ -226,6 +226,10 @@ class LearnerCore:
                 self._fetch_next()
             case _ if self.link.standing is Standing.LEFT:
                 pass
+            case ev.Welcomed() if event.epoch < self.link.epoch:
+                self._let_go()
+                text = policy.older_life(event.epoch, self.link.epoch)
+                self.link.refuse(self._now_ns, "fenced", text)
             case ev.Welcomed():
                 self._welcome(event)
             case ev.TurnedAway():

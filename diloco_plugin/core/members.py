@@ -9,11 +9,10 @@ from typing import Final
 
 from .events import Life
 from .parameters import SECOND_NS, Parameters
+from .past import LIVES_MAX, Past
 
 #: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
 QUIET_STEPS: Final = 8
-#: Lives that are remembered after they have gone.
-LEDGERS_MAX: Final = 1024
 #: Learners at once; a run of more than this many jobs is an accident.
 MEMBERS_MAX: Final = 1024
 #: How long an index waits for the learner that asked for it to shard its data before it joins.
@@ -87,7 +86,7 @@ class Members:
         #: names that asked for their index before they joined, and until when it is kept for them
         self._reserved: dict[str, int] = {}
         self._arrivals = 0
-        #: oldest first; beyond LEDGERS_MAX departed lives, the oldest must take the model again
+        #: oldest first; beyond LIVES_MAX departed lives, the oldest must take the model again
         self._ledgers: dict[Life, Ledger] = {}
 
     def __iter__(self) -> Iterator[Member]:
@@ -131,7 +130,7 @@ class Members:
         assert member.life == life
         self._ledgers[life] = self._ledgers.pop(life)
         departed = [known for known in self._ledgers if self.get(known) is None]
-        for forgotten in departed[: max(0, len(departed) - LEDGERS_MAX)]:
+        for forgotten in departed[: max(0, len(departed) - LIVES_MAX)]:
             del self._ledgers[forgotten]
 
     def reserve(self, name: str, now_ns: int) -> int:
@@ -144,6 +143,18 @@ class Members:
         while len(self._reserved) > RESERVED_MAX:  # the oldest: dictionaries keep their order
             del self._reserved[next(iter(self._reserved))]
         return index
+
+    def index_of(self, name: str) -> int:
+        """The index that this name has, or had last."""
+        return self._index_of.get(name, 0)
+
+    def remember(self, past: Past) -> None:
+        """Those who gave something to an earlier life of the syncer may come back to this one."""
+        for life, known in past.known():
+            self._ledgers[life] = Ledger(kin=True, consumed=dict(known.consumed))
+            for other in [n for n, i in self._index_of.items() if i == known.index]:
+                del self._index_of[other]
+            self._index_of[life.name] = known.index
 
     def kin(self, life: Life) -> bool:
         """Is it on record that this life holds our model, and what it has given?"""

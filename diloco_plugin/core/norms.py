@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from . import policy
+from .past import middle
 
 
 class Norms:
@@ -18,10 +19,9 @@ class Norms:
 
     def merged(self, pushes: Iterable[tuple[float, int]]) -> None:
         """A round was merged from pushes with these (norm, steps)."""
-        usual = sorted((norm, norm / steps) for norm, steps in pushes)
-        middle = usual[len(usual) // 2]
-        if middle[0] > 0.0:
-            self.history.append(middle)
+        usual = middle(pushes)
+        if usual is not None:
+            self.history.append(usual)
 
     def closed(self, *, pushes: int, refused: int) -> bool:
         """A round took no more pushes; True: everybody exceeds the usual norm, which is forgotten.

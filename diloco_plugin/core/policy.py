@@ -20,6 +20,8 @@ NORM_ROUNDS_REFUSED_MAX: Final = 3
 STEP_CAP: Final = 4
 #: How long the holder of a claimed name has to answer.
 PROBE_NS: Final = 2 * SECOND_NS
+#: How long to wait until a commit that found no room is tried again.
+COMMIT_RETRY_NS: Final = 2 * SECOND_NS
 BACKOFF_MIN_NS: Final = SECOND_NS // 2
 BACKOFF_MAX_NS: Final = 10 * SECOND_NS
 #: No training steps faster than this; a clock that claims more is wrong, and everybody follows it.
@@ -160,6 +162,15 @@ def caution_about_twin(name: str, data_seed: int | None) -> str:
     )
 
 
+def older_life(epoch: int, known: int) -> str:
+    """What to say where a learner meets a syncer that is older than the one it knows."""
+    return (
+        f"this syncer's life (epoch {epoch}) is older than the one that the learner knows"
+        f" ({known}): two syncers run, or this machine's clock was set back. Stop the older one, or"
+        " set the clock and start it again."
+    )
+
+
 def median(values: Sequence[float]) -> float:
     """Upper median."""
     return sorted(values)[len(values) // 2]
@@ -196,6 +207,8 @@ def diagnose(status: dict[str, Any]) -> list[str]:
             f"{joined:.1f} of {len(live)} learners join a round: raise --quorum"
             f" (now {parameters['quorum']}) or --overlap (now {parameters['overlap']})."
         )
+    if rounds.get("stuck"):
+        problems.append(f"nothing is announced until there is room: {rounds['stuck']}")
     quiet = [learner["name"] for learner in learners if learner["state"] == "quiet"]
     if quiet:
         problems.append(f"{', '.join(quiet)}: connected, but no training step for a while.")

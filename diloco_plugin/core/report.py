@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import policy
 from .actions import Fate
+from .flight import Phase
 from .members import Stage
 from .parameters import SECOND_NS
 
@@ -34,6 +35,7 @@ def status(core: SyncerCore, now_ns: int) -> dict[str, Any]:
             "merged": rounds.merged,
             "abandoned": rounds.abandoned,
             "in_flight": len(rounds.flights),
+            "stuck": rounds.stuck,
             "queued": len(rounds.queue) + len(rounds.closing_queue),
             "grace_s": rounds.grace_ns() / SECOND_NS,
             "quorum_s": rounds.quorum_ns / SECOND_NS,
@@ -92,4 +94,5 @@ def check(core: SyncerCore) -> None:
     over = core.state.value in ("stopping", "stopped")
     assert seeders == seeding or over, "one seeder while seeding, else none"
     for flight in rounds.flights.values():
-        assert flight.open or flight.pushes, "a round merges nothing"
+        assert flight.open or flight.pushes or flight.closing, "a round merges nothing"
+        assert not flight.retry_ns or flight.phase is Phase.COMMITTING, "retries what is no commit"

@@ -16,6 +16,7 @@ from .flight import Ask, Phase, Push, Round
 from .members import Member, Members, Stage
 from .norms import Norms
 from .parameters import Parameters
+from .past import Past
 
 
 class Rounds:
@@ -40,6 +41,8 @@ class Rounds:
         self.joined = 0
         self.quorum_ns = 0
         self.sync_ns = 0
+        #: why nothing can be made durable now
+        self.stuck = ""
         self._norms: list[Norms] = []
         #: by fragment, whether its version came out of a closing round: it travels in fp32
         self._exact: list[bool] = []
@@ -49,6 +52,14 @@ class Rounds:
         self.versions = [0] * fragments
         self._exact = [False] * fragments
         self._norms = [Norms() for _ in range(fragments)]
+
+    def resume(self, past: Past) -> None:
+        """Go on from what an earlier life of the syncer has made durable."""
+        self.lay_out(len(past.versions))
+        self.versions, self._exact = list(past.versions), list(past.exact)
+        self.next_round = past.next_round
+        for norms, history in zip(self._norms, past.norms, strict=True):
+            norms.history.extend(history)
 
     # ---- opening ----
 
@@ -239,10 +250,13 @@ class Rounds:
     # ---- quorum, grace, close ----
 
     def settle(self, now_ns: int) -> None:
-        """Close every round whose quorum and grace are over."""
+        """Close every round whose quorum and grace are over; commit again what found no room."""
         for flight in list(self.flights.values()):
             if flight.open:
                 self._settle(flight, now_ns)
+            elif flight.retry_ns and now_ns >= flight.retry_ns:
+                flight.retry_ns = 0
+                self._commit(flight)
 
     def _settle(self, flight: Round, now_ns: int) -> None:
         waited_for = [life for life in flight.asked if self._waits_for(flight, life, now_ns)]
@@ -330,14 +344,51 @@ class Rounds:
             self._drop(flight, "the merged fragment was not finite")
             return
         flight.phase = Phase.COMMITTING
-        version = self.versions[flight.fragment] + 1
-        self._emit(act.Commit(round=number, fragment=flight.fragment, version=version))
+        self._commit(flight)
+
+    def _commit(self, flight: Round) -> None:
+        pushes = [(life, flight.pushes[life]) for life in sorted(flight.pushes)]
+        self._emit(
+            act.Commit(
+                round=flight.number,
+                fragment=flight.fragment,
+                version=self.versions[flight.fragment] + 1,
+                clock=flight.clock,
+                exact=flight.closing,
+                contributions=tuple(
+                    act.Contribution(
+                        life=life,
+                        index=self._members.index_of(life.name),
+                        base=push.base,
+                        steps=push.steps,
+                        tokens=push.tokens,
+                        norm=push.norm,
+                    )
+                    for life, push in pushes
+                ),
+            )
+        )
+
+    def commit_failed(self, number: int, reason: str, now_ns: int, *, last: bool) -> None:
+        """No room for the new version: nobody hears of it until there is; `last`: give it up."""
+        flight = self.flights[number]
+        assert flight.phase is Phase.COMMITTING
+        if last:
+            self._drop(flight, reason)
+            return
+        if not self.stuck:
+            self._emit(act.Note(text=f"nothing is announced until there is room: {reason}"))
+        self.stuck = reason
+        flight.retry_ns = now_ns + policy.COMMIT_RETRY_NS
 
     def commit_done(self, number: int, now_ns: int) -> None:
         """The new version is durable: only now may anybody hear of it."""
         flight = self.flights.pop(number)
         assert flight.phase is Phase.COMMITTING
         fragment = flight.fragment
+        if self.stuck:
+            self._emit(act.Note(text="there is room again: going on"))
+            self.stuck = ""
         self.versions[fragment] += 1
         self.merged += 1
         self.joined += len(flight.pushes)
@@ -386,6 +437,8 @@ class Rounds:
             elif flight.phase is Phase.COLLECTING:
                 self._withdraw_unfinished(flight, Fate.ABANDONED, reason)
                 self._drop(flight, reason)
+            elif flight.retry_ns:
+                self._drop(flight, self.stuck)
 
     def _tell(self, life: Life, number: int, fragment: int, fate: Fate, reason: str) -> None:
         self.fates[fate] += 1
@@ -396,9 +449,10 @@ class Rounds:
         )
 
     def deadlines(self) -> list[int]:
-        """When open grace windows end."""
+        """When open grace windows end, and commits are tried again."""
         flights = self.flights.values()
-        return [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
+        ends = [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
+        return ends + [flight.retry_ns for flight in flights if flight.retry_ns]
 
     def pending(self) -> int:
         """Pushes that were let in and have no fate yet."""

@@ -17,6 +17,7 @@ from .claims import Claims
 from .events import Knocked, Life
 from .members import MEMBERS_MAX, Member, Members, Stage
 from .parameters import SECOND_NS, Parameters
+from .past import Past
 from .rounds import Rounds
 
 
@@ -41,11 +42,15 @@ class SyncerCore:
         epoch: int,
         steps: int = 0,
         seeded: bool = False,
+        past: Past | None = None,
+        lineage: int | None = None,
         now_ns: int = 0,
     ) -> None:
         """A run without learners.
 
-        `steps` is T (0: no end); `seeded` says that a model was given (--init).
+        `steps` is T (0: no end); `seeded` says that a model was given (--init). `past` is what
+        earlier lives have made durable; all that was announced since epoch `lineage` is in it
+        (default: this epoch), so that learners may keep what they hold from then on.
         """
         self.parameters = parameters
         self.epoch = epoch
@@ -56,6 +61,7 @@ class SyncerCore:
         self._out: list[act.SyncerAction] = []
         self.rounds = Rounds(parameters, self.members, self._out.append)
         self.refused: dict[str, int] = {}
+        self._lineage = epoch if lineage is None else lineage
         self._seeded = seeded
         self._assembled = not parameters.lockstep
         self._claims = Claims()
@@ -64,6 +70,10 @@ class SyncerCore:
         self._stop_reason = ""
         #: the last step was reached (as opposed to: the operator stops the daemon)
         self._ended = False
+        if past is not None:
+            self.state, self.clock = RunState.RUNNING, past.clock
+            self.rounds.resume(past)
+            self.members.remember(past)
 
     def step(self, event: ev.SyncerEvent) -> tuple[act.SyncerAction, ...]:
         """Take one event in; return what is to be done, in order. Raises only on our own bugs."""
@@ -95,6 +105,9 @@ class SyncerCore:
                 self.rounds.merge_done(event.round, event.ok)
             case ev.CommitDone():
                 self.rounds.commit_done(event.round, now)
+            case ev.CommitFailed():
+                last = self.state is RunState.STOPPING
+                self.rounds.commit_failed(event.round, event.reason, now, last=last)
             case ev.StopAsked():
                 if self.state not in (RunState.STOPPING, RunState.STOPPED):
                     self._wind_down(now, event.reason)
@@ -159,7 +172,7 @@ class SyncerCore:
 
     def _knock(self, knock: Knocked, now: int) -> None:
         holder = self.members.holder(knock.life.name)
-        refusal = knock.problem or self._door_closed(knock.life, holder)
+        refusal = knock.problem or self._fence(knock) or self._door_closed(knock.life, holder)
         if refusal is not None:
             self._refuse(knock.life, *refusal)
         elif holder is None:
@@ -174,6 +187,12 @@ class SyncerCore:
                 self._out.append(act.Probe(life=holder.life, nonce=claim.nonce))
             elif claim.knock.life != knock.life:
                 self._refuse(knock.life, "name", self._name_taken(knock.life.name))
+
+    def _fence(self, knock: Knocked) -> tuple[str, str] | None:
+        """Whoever has known a newer life of the syncer must not be taken back to this one."""
+        if knock.epoch <= self.epoch:
+            return None
+        return "fenced", policy.older_life(self.epoch, knock.epoch)
 
     def _door_closed(self, life: Life, holder: Member | None) -> tuple[str, str] | None:
         if self.state in (RunState.STOPPING, RunState.STOPPED) and not self._ended:
@@ -241,7 +260,7 @@ class SyncerCore:
         versions = self.rounds.versions
         return (
             self.state in (RunState.RUNNING, RunState.ENDING)
-            and knock.epoch == self.epoch
+            and self._lineage <= knock.epoch <= self.epoch
             and self.members.kin(knock.life)
             and len(knock.versions) == len(versions)
             and all(held <= version for held, version in zip(knock.versions, versions, strict=True))

@@ -319,6 +319,12 @@ class Session:
                     self._step(event)
 
     def _welcome(self, welcome: msg.Welcome, now: int) -> None:
+        welcomed = ev.Welcomed(
+            now_ns=now, epoch=welcome.epoch, clock=welcome.clock, keep=welcome.keep
+        )
+        if welcome.epoch < self.core.link.epoch:  # the core fences it: nothing of it counts
+            self._step(welcomed)
+            return
         place = self._read_place(welcome)
         if isinstance(place, str):
             self._step(ev.TurnedAway(now_ns=now, code="layout", text=place))
@@ -335,9 +341,7 @@ class Session:
             self._bulk = Line(self._context, bulk, "bulk")
         elif self._bulk.address.port != welcome.bulk_port:
             self._bulk.reopen(self._address.with_port(welcome.bulk_port))
-        self._step(
-            ev.Welcomed(now_ns=now, epoch=welcome.epoch, clock=welcome.clock, keep=welcome.keep)
-        )
+        self._step(welcomed)
         if self._transfers is not None:
             self._transfers.welcome(self._token)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.events import Life
+from diloco_plugin.core.past import Past
 from diloco_plugin.core.syncer import RunState, SyncerCore
 from diloco_plugin.testing.wire import Progress, Wire
 
@@ -28,13 +29,18 @@ class Syncer:
         self.receiving: set[tuple[Life, int]] = set()
         self.folded: dict[int, list[tuple[Life, Progress]]] = {}
         #: progress that is in the global model
-        self.merged: set[tuple[Life, Progress]] = set()
+        self.merged: set[tuple[Life, Progress]] = world.merged if world.durable else set()
         #: lives that hold the whole model, whether or not we have heard of it
-        self.taken: set[Life] = set()
+        self.taken: set[Life] = world.taken if world.durable else set()
         self.offers: dict[tuple[Life, int], int] = {}
         self.fates: dict[tuple[Life, int], list[act.Fate]] = {}
         self.announced: dict[int, int] = {}
         self.durable: dict[int, int] = {}
+        if world.past is not None:
+            self.durable = dict(enumerate(world.past.versions))
+            for fragment, version in world.announced.items():
+                assert self.durable[fragment] >= version, "an announced version is lost"
+            self.announced = world.announced
         self._holding: dict[tuple[Life, int], Progress] = {}
         self._deadline_ns = -1
         self._ticks = (0, 0)
@@ -251,11 +257,18 @@ class Syncer:
     def _commit(self, action: act.Commit) -> None:
         if not self.alive:
             return
+        if self.world.disk_full:
+            self.step(ev.CommitFailed(now_ns=0, round=action.round, reason="the disk is full"))
+            return
         self.durable[action.fragment] = action.version
+        if self.world.past is not None:
+            self.world.past.add(action)
         for item in self.folded.pop(action.round, []):
             assert item not in self.merged, f"merged twice: {item}"
             self.merged.add(item)
-        self.step(ev.CommitDone(now_ns=0, round=action.round))
+        # It may die in between: durable, and nobody has heard of it.
+        done = ev.CommitDone(now_ns=0, round=action.round)
+        self.world.at(self.world.work_ns(0.1), lambda: self.step(done))
 
     def _announce(self, action: act.Announce) -> None:
         assert action.version <= self.durable.get(action.fragment, 0), "announced, not durable"
@@ -297,6 +310,11 @@ class Syncer:
         def arrives() -> None:
             if learner.wire is wire and not wire.silent and self.routes.get(learner.life) is wire:
                 self.taken.add(learner.life)
+                if self.world.durable and self.core.state is RunState.SEEDING:
+                    self.world.past = Past.seeded(self.world.fragments)
+                    self.world.merged.clear()
+                    self.world.announced.clear()
+                    self.announced = self.world.announced
                 self.step(ev.SeedReceived(now_ns=0, life=learner.life))
 
         self.world.at(self.world.work_ns(2 * self.world.transfer_ms), arrives)

@@ -11,6 +11,7 @@ seeded; after every step all invariants are checked, so a test need only make th
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import random
@@ -20,10 +21,11 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.events import Life
 from diloco_plugin.core.parameters import SECOND_NS, Parameters
+from diloco_plugin.core.past import Past
 from diloco_plugin.core.syncer import SyncerCore
 from diloco_plugin.testing.learner import Learner
 from diloco_plugin.testing.syncer import Syncer
-from diloco_plugin.testing.wire import MS, Wire
+from diloco_plugin.testing.wire import MS, Progress, Wire
 
 
 class World:
@@ -41,13 +43,21 @@ class World:
         transfer_ms: float = 10.0,
         work_ms: float = 4.0,
         merge_failures: float = 0.0,
+        durable: bool = False,
     ) -> None:
+        """`durable`: what was committed outlives the syncer."""
         self.parameters = parameters or Parameters(fragments=fragments, sync_every=2 * fragments)
         self.fragments, self.steps, self.seeded = fragments, steps, seeded
         self.latency_ms, self.transfer_ms, self.work_ms = latency_ms, transfer_ms, work_ms
         #: share of the merges whose result is not finite
         self.merge_failures = merge_failures
         self.random = random.Random(seed)  # noqa: S311 - a simulation
+        self.durable, self.disk_full = durable, False
+        #: what is on disk, and what was said about it
+        self.past: Past | None = Past.seeded(fragments) if durable and seeded else None
+        self.announced: dict[int, int] = {}
+        self.merged: set[tuple[Life, Progress]] = set()
+        self.taken: set[Life] = set()
         self.now_ns = 0
         self.learners: dict[str, Learner] = {}
         #: (time, who, what): every event and action of the syncer, for stories
@@ -126,7 +136,7 @@ class World:
             learner.broken("the syncer died")
 
     def restart_syncer(self) -> None:
-        """A new life of the syncer, with no memory."""
+        """A new life of the syncer, with what is durable."""
         self.kill_syncer()
         self.syncer = self._new_syncer()
         for learner in list(self.learners.values()):
@@ -143,6 +153,8 @@ class World:
             epoch=self._epoch,
             steps=self.steps,
             seeded=self.seeded,
+            past=copy.deepcopy(self.past),
+            lineage=1 if self.durable else None,
             now_ns=self.now_ns,
         )
         return Syncer(self, core)

@@ -39,6 +39,7 @@ class Chaos(RuleBasedStateMachine):
         merge_failures=st.sampled_from((0.0, 0.0, 0.2)),
         steps=st.sampled_from((0, 0, 60)),
         seeded=st.booleans(),
+        durable=st.booleans(),
     )
     def start(self, seed: int, overlap: int, quorum: int, fragments: int, **world: Any) -> None:
         steps, staleness = world.pop("steps"), world.pop("max_staleness")
@@ -107,6 +108,10 @@ class Chaos(RuleBasedStateMachine):
             self.world.run(1.0)
         self.world.restart_syncer()
 
+    @rule(full=st.booleans())
+    def the_disk_fills(self, full: bool) -> None:
+        self.world.disk_full = full
+
     @invariant()
     def nobody_waits_for_another(self) -> None:
         for learner in self.world.learners.values() if hasattr(self, "world") else ():
@@ -117,6 +122,7 @@ class Chaos(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        world.disk_full = False
         if not world.syncer.alive:
             world.restart_syncer()
         for name, learner in list(world.learners.items()):

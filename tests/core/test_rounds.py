@@ -71,7 +71,10 @@ def test_the_life_of_a_round(syncer: Make) -> None:
         act.Merge(round=0, fragment=0, closing=False, reason="everybody asked has answered"),
     )
     bench.do(ev.MergeDone, round=0, ok=True)
-    assert bench.last == (act.Commit(round=0, fragment=0, version=1),)
+    push = act.Contribution(life=life, index=0, base=0, steps=4, tokens=40, norm=1.0)
+    assert bench.last == (
+        act.Commit(round=0, fragment=0, version=1, clock=4, exact=False, contributions=(push,)),
+    )
     bench.do(ev.CommitDone, round=0)
     assert bench.last == (
         act.TellFate(life=life, round=0, fragment=0, fate=act.Fate.MERGED, reason="version 1"),

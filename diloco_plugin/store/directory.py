@@ -1,0 +1,54 @@
+"""The state directory as a whole: who uses it, and where its damaged files are put."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from diloco_plugin.errors import ConfigError, StateLockedError
+from diloco_plugin.store import files
+from diloco_plugin.store.formats import LOCK
+
+
+def lock_directory(directory: Path) -> int:
+    """A descriptor that holds the lock of `directory`, which is made if it is not there.
+
+    Raises:
+        StateLockedError: another process holds it.
+        ConfigError: the directory cannot be used.
+    """
+    path = directory / LOCK
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.sync_folder(directory.parent)
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state: {directory} cannot be used ({error}). Use another.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
+        os.close(lock)
+        raise StateLockedError(
+            f"state: {directory} is in use by process {holder}. Stop it, or use another directory."
+        ) from None
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"state: {directory} cannot be locked ({error}). Use a file system with locks and room."
+        ) from error
+    return lock
+
+
+def evidence_folder(root: Path) -> Path:
+    """A new folder for damaged files, named by the time of day in UTC."""
+    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    files.make_folder(root / "evidence")
+    taken = len(list((root / "evidence").glob(name + "*")))
+    folder = root / "evidence" / (f"{name}-{taken}" if taken else name)
+    files.make_folder(folder)
+    return folder

@@ -20,7 +20,7 @@ from typing import Any, Final
 from diloco_plugin.advice import advice as advice
 from diloco_plugin.core.parameters import PRESETS, Parameters
 from diloco_plugin.errors import ConfigError
-from diloco_plugin.net.address import Address
+from diloco_plugin.net.address import Address, require_keys
 
 ENVIRONMENT: Final = "DILOCO_SYNCER"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -67,6 +67,17 @@ class SyncerConfig:
         default="",
         metadata={"help": "publish that often, e.g. 30m, 90s or 2h (default: only at the end)"},
     )
+    keys: str = field(
+        default="",
+        metadata={
+            "help": "folder of keys (`diloco keygen`): traffic is encrypted, and only learners whose"
+            " keys are in its learners.d may come in; needed beyond loopback"
+        },
+    )
+    insecure_plaintext: bool = field(
+        default=False,
+        metadata={"help": "listen beyond loopback without keys: anybody may read and join"},
+    )
     log_level: str = field(
         default="info", metadata={"help": "how much to log", "choices": LOG_LEVELS}
     )
@@ -80,12 +91,24 @@ class SyncerConfig:
         """Seconds between two publications; 0 means only at the end."""
         return duration(self.every)
 
+    def _security_problem(self, address: Address) -> str | None:
+        if self.keys and self.insecure_plaintext:
+            return f"keys={self.keys!r} and insecure_plaintext=True exclude each other: choose one."
+        if not self.keys and not self.insecure_plaintext:
+            try:
+                require_keys(address)
+            except ConfigError as error:
+                return str(error)
+        return None
+
     def problem(self) -> str | None:
         """One sentence that says which value is wrong and how to fix it, or None."""
         try:
-            Address.parse(self.bind)
+            address = Address.parse(self.bind)
         except ConfigError as error:
             return f"bind={self.bind!r} is wrong. {error}"
+        if problem := self._security_problem(address):
+            return problem
         if problem := run_problem(self.run):
             return problem
         if self.steps < 0:

@@ -9,8 +9,10 @@ from typing import Any, Final
 from torch.utils.data import Dataset, IterableDataset
 
 from diloco_plugin.config import default_address
+from diloco_plugin.credentials import learner_keys
 from diloco_plugin.errors import ConfigError, RefusedError
 from diloco_plugin.learner.naming import check_name, default_name
+from diloco_plugin.net.keys import Insecure, LineKeys
 
 log = logging.getLogger("diloco.learner")
 
@@ -22,6 +24,7 @@ def shard(
     address: str | None = None,
     *,
     name: str | None = None,
+    keys: str | None = None,
     index: int | None = None,
     count: int | None = None,
 ) -> Any:
@@ -36,17 +39,21 @@ def shard(
             `shard`), or any sequence.
         address: of the syncer; default: the environment variable `DILOCO_SYNCER`.
         name: the same as the learner is attached with.
+        keys: the same as the learner is attached with.
 
     Raises:
         ConfigError: the syncer does not know how many learners there are, or an argument is wrong.
         UnreachableError: no syncer answered.
+        RefusedError: the syncer said no.
     """
     if (index is None) != (count is None):
         raise ConfigError("shard() takes index and count together, or neither.")
     if index is None or count is None:
-        name = name or default_name()
+        where = default_address(address)
+        security = learner_keys(where, keys, name)
+        name = name or default_name(security)
         check_name(name)
-        index, count = _place(default_address(address), name)
+        index, count = _place(where, name, security)
     if count < 1 or not 0 <= index < count:
         raise ConfigError(f"shard(index={index}, count={count}): use 0 <= index < count.")
     own = getattr(dataset, "shard", None)
@@ -62,12 +69,15 @@ def shard(
     )
 
 
-def _place(address: str, name: str) -> tuple[int, int]:
+def _place(address: str, name: str, keys: LineKeys | Insecure | None) -> tuple[int, int]:
     from diloco_plugin.net.sockets import ask
     from diloco_plugin.wire.framing import decode_to_learner, encode
-    from diloco_plugin.wire.messages import Place, PlaceRequest
+    from diloco_plugin.wire.messages import Place, PlaceRequest, Refuse
 
-    answer = decode_to_learner(ask(address, encode(PlaceRequest(name=name)), TIMEOUT_SECONDS))
+    request = encode(PlaceRequest(name=name))
+    answer = decode_to_learner(ask(address, request, TIMEOUT_SECONDS, keys))
+    if isinstance(answer, Refuse):
+        raise RefusedError(answer.code, answer.text)
     if not isinstance(answer, Place):
         raise RefusedError("place", f"the syncer at {address} does not tell places: upgrade it.")
     if answer.count == 0:

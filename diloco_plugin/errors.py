@@ -7,6 +7,7 @@
     ├── DamagedError         the state on disk is damaged, nothing touched (exit code 4)
     ├── StoreError           the disk failed: what is durable is unsure    (exit code 74)
     ├── NoRoomError          the disk is full: nothing was changed         (exit code 74)
+    ├── InvariantError       what must hold does not: nothing was served    (exit code 70)
     ├── LayoutError          a model cannot be laid out, or two models differ
     ├── UnsupportedError     this optimizer or strategy cannot be synced, and why
     ├── RefusedError         the syncer said no at the door, ``code`` says which no (exit code 77)
@@ -59,6 +60,12 @@ class NoRoomError(DiLoCoError):
     """The disk is full. Everything is as before: try again when there is room."""
 
     exit_code = 74
+
+
+class InvariantError(DiLoCoError):
+    """Something that must hold does not, so that going on would break a promise."""
+
+    exit_code = 70
 
 
 class LayoutError(DiLoCoError):

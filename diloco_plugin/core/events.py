@@ -120,6 +120,13 @@ class CloseAsked(FromLife):
     fragments: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Barred(FromLife):
+    """The operator does not admit this learner any more."""
+
+    reason: str
+
+
 class Left(FromLife):
     """The learner said goodbye."""
 
@@ -297,7 +304,7 @@ class FinishAsked(Event):
 
 SyncerEvent: TypeAlias = (
     Knocked | Heard | Progressed | ProbeAnswered | Offered | Received | TransferFailed
-    | SeedReceived | SeedFailed | TookModel | CloseAsked | Left | Vanished | MergeDone
+    | SeedReceived | SeedFailed | TookModel | CloseAsked | Barred | Left | Vanished | MergeDone
     | CommitDone | CommitFailed | PlaceAsked | StopAsked | Ticked
 )  # fmt: skip
 LearnerEvent: TypeAlias = (

@@ -12,7 +12,7 @@ from .parameters import SECOND_NS
 #: Longer than a probe: who claims the name of a dead learner is in before it asks a second time.
 HELLO_ANSWER_NS: Final = 2 * policy.PROBE_NS + SECOND_NS
 #: Refusals that asking again cannot change.
-FINAL_REFUSALS: Final = frozenset({"protocol", "run", "layout", "ended"})
+FINAL_REFUSALS: Final = frozenset({"protocol", "run", "layout", "ended", "identity"})
 
 
 class Standing(str, Enum):

@@ -125,7 +125,7 @@ class SyncerCore:
                 member = self.members.get(event.life)
                 if member is not None:
                     self._from_member(event, member, now)
-                elif isinstance(event, (ev.Left, ev.Vanished)):
+                elif isinstance(event, (ev.Barred, ev.Left, ev.Vanished)):
                     self._claims.forget(event.life)
                 elif not isinstance(event, ev.ProbeAnswered):
                     self._out.append(act.AskHello(life=event.life))
@@ -161,6 +161,8 @@ class SyncerCore:
                 member.closing = True
                 member.moved_ns = now
                 self.rounds.ask_closing(member.life, event.fragments)
+            case ev.Barred():
+                self._turn_out(member, event.reason, tell=True)
             case ev.Left():
                 self._turn_out(member, "it has finished", tell=False)
             case ev.Vanished():

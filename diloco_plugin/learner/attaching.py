@@ -17,6 +17,7 @@ def attach(
     address: str | None = None,
     *,
     name: str | None = None,
+    keys: str | None = None,
     run: str = "",
     tokens: Callable[[Any], int] | None = None,
     module: str | None = None,
@@ -39,7 +40,11 @@ def attach(
         optimizer: the inner optimizer, or a sequence of them. Never changed.
         address: `tcp://host:port` of the syncer; default: the environment variable `DILOCO_SYNCER`.
         name: of this learner; a learner that returns under its name finds its place again. Default:
-            the environment variable `DILOCO_NAME`, else host name and process id.
+            the environment variable `DILOCO_NAME`, else that of the only key in `keys`, else host
+            name and process id.
+        keys: folder of keys (`diloco keygen` makes one), needed wherever the syncer has keys or is on
+            another machine; or "insecure-plaintext". Default: the environment variable
+            `DILOCO_KEYS`.
         run: refuse to join any other run than this one.
         tokens: units of work in a batch (what `forward` was called with); default: ones in
             `attention_mask`, else size of `input_ids`, else samples.
@@ -78,6 +83,7 @@ def attach(
         optimizers,
         address,
         name=name,
+        keys=keys,
         run=run,
         tokens=tokens,
         module=module,

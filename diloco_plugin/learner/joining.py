@@ -65,12 +65,7 @@ def why_not_joined(session: Session, core: LearnerCore) -> str:
             " waits for the learner that brings the model, or the line is dead (raise"
             " connect_timeout)."
         )
-    if session.reached:
-        return (
-            f"something listens at {where}, but is no syncer, or hangs: check the address"
-            f" (`diloco check {where}`); the port is the one that the syncer was told to bind."
-        )
-    return (
+    return session.obstacle() or (
         f"no syncer answered at {where} in time: start it (`diloco syncer --bind {where}`),"
         f" look with `diloco check {where}`, or train alone until it appears with"
         " require_syncer=False."

@@ -21,6 +21,7 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
+from diloco_plugin.credentials import learner_keys
 from diloco_plugin.errors import ConfigError, LayoutError
 from diloco_plugin.learner.counting import (
     StepCounter,
@@ -42,6 +43,7 @@ from diloco_plugin.learner.naming import default_name
 from diloco_plugin.learner.session import Session
 from diloco_plugin.learner.tokens import TokenCounter
 from diloco_plugin.learner.turns import WAIT_SECONDS, Turns
+from diloco_plugin.net.keys import Insecure, LineKeys
 from diloco_plugin.tensors.layout import census
 
 log = logging.getLogger("diloco.learner")
@@ -67,6 +69,7 @@ class Learner:
         address: str | None,
         *,
         name: str | None,
+        keys: str | None,
         run: str,
         tokens: Callable[[Any], int] | None,
         module: str | None,
@@ -94,19 +97,21 @@ class Learner:
         self._held = -1
         self._unseen = 0
         self._workless = 0
-        self.name = name or default_name()
+        self.name = name or ""
         self.boundary_seconds = 0.0
         self._core: LearnerCore | None = None
         self._session: Session | None = None
         problem = ""
         if self._island.leader:
             try:
-                self._open_session(
-                    default_address(address), run, data_seed, model_config, model, module
-                )
+                where = default_address(address)
+                security = learner_keys(where, keys, name)
+                self.name = name or default_name(security)
+                self._open_session(where, security, run, data_seed, model_config, model, module)
             except (ConfigError, LayoutError) as error:
                 problem = problem_of(error)
         problem = self._island.share_text(problem)
+        self.name = self.name or default_name()
         self._turns = Turns(self._census, optimizers, self._island, self._core, self._session)
         if problem:  # on all ranks: those that do not speak would wait for ever
             self.abandon()
@@ -115,6 +120,7 @@ class Learner:
     def _open_session(
         self,
         address: str,
+        security: LineKeys | Insecure | None,
         run: str,
         data_seed: int | None,
         model_config: str | None,
@@ -135,7 +141,7 @@ class Learner:
             model_config=model_config,
             version=__version__,
         )
-        self._session = Session(address, introduction, self._core)
+        self._session = Session(address, security, introduction, self._core)
 
     # ---- joining ----
 

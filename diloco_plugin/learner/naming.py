@@ -6,21 +6,22 @@ import os
 import socket
 from typing import Final
 
+from diloco_plugin.credentials import NAME_VARIABLE
 from diloco_plugin.errors import ConfigError
+from diloco_plugin.net.keys import Insecure, LineKeys
 
 #: As many characters as the messages allow.
 NAME_LENGTH_MAX: Final = 128
-#: Set it to give a learner its name from outside; a learner's child processes inherit it.
-NAME_VARIABLE: Final = "DILOCO_NAME"
 
 
-def default_name() -> str:
-    """`DILOCO_NAME`, or host name and process id, which then become `DILOCO_NAME`.
+def default_name(keys: LineKeys | Insecure | None = None) -> str:
+    """`DILOCO_NAME`; or the name of the key, or host name and process id, which become it then.
 
     So the ranks of one learner that are started by the first one have its name, and `shard()` and
-    `attach()` speak of the same learner.
+    `attach()` speak of the same learner. A learner's child processes inherit it.
     """
-    return os.environ.setdefault(NAME_VARIABLE, f"{socket.gethostname()}-{os.getpid()}")
+    own = keys.name if isinstance(keys, LineKeys) else f"{socket.gethostname()}-{os.getpid()}"
+    return os.environ.setdefault(NAME_VARIABLE, own)
 
 
 def check_name(name: str) -> None:

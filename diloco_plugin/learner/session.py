@@ -27,8 +27,10 @@ from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.transfers import Transfers
 from diloco_plugin.learner.translation import event_of, message_of
 from diloco_plugin.net.address import Address
+from diloco_plugin.net.diagnosis import key_problem, listens
+from diloco_plugin.net.keys import Insecure, LineKeys
 from diloco_plugin.net.poll import Poll, Waker
-from diloco_plugin.net.sockets import LOOK_SECONDS, Line, listens, new_context
+from diloco_plugin.net.sockets import LOOK_SECONDS, Line, new_context
 from diloco_plugin.tensors.codec import codec
 from diloco_plugin.tensors.layout import Layout, build_layout, taking_part
 from diloco_plugin.wire import messages as msg
@@ -40,6 +42,8 @@ RETRY_SECONDS: Final = 0.002
 #: At the end, the milliseconds that a Goodbye gets to leave the process.
 FAREWELL_MS: Final = 500
 JOIN_SECONDS: Final = 5.0
+#: A handshake takes no longer; without a connection by then, libzmq may have given up for good.
+REOPEN_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,17 @@ class Place:
 class Session:
     """One learner's connection to its syncer. All methods are for the training thread."""
 
-    def __init__(self, address: str, introduction: Introduction, core: LearnerCore) -> None:
+    def __init__(
+        self,
+        address: str,
+        security: LineKeys | Insecure | None,
+        introduction: Introduction,
+        core: LearnerCore,
+    ) -> None:
         """Opens sockets and starts the I/O thread.
 
         Raises:
-            ConfigError: the address is wrong or not reachable in plaintext, or a syncer could not
+            ConfigError: the address is wrong or needs keys, or a syncer could not
                 read the introduction.
             LayoutError: the introduction is too large.
         """
@@ -76,6 +86,7 @@ class Session:
         self.arrived: dict[int, Buffer] = {}
         self._introduction = checked(introduction)
         self._address = Address.parse(address)
+        self._security = security
         self._replica: Replica | None = None
         self._transfers: Transfers | None = None
         self._token = b""
@@ -91,7 +102,7 @@ class Session:
         self._greeted = False
         self._context = new_context()
         try:
-            self._control = Line(self._context, self._address, "control")
+            self._control = Line(self._context, self._address, "control", security)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -116,10 +127,16 @@ class Session:
         """Where this learner looks for its syncer."""
         return str(self._address)
 
-    @property
-    def reached(self) -> bool:
-        """Does something listen at that address, whatever it is?"""
-        return listens(self._address)
+    def obstacle(self) -> str:
+        """Why a syncer at that address does not speak with us; "" if nothing listens there."""
+        if not listens(self._address):
+            return ""
+        unheard = "" if self._greeted else key_problem(self._address, self._security)
+        return unheard or (
+            f"something listens at {self._address}, but is no syncer, or hangs: check the address"
+            f" (`diloco check {self._address}`); the port is the one that the syncer was told to"
+            " bind."
+        )
 
     def post(self, actions: Sequence[act.LearnerAction]) -> None:
         """Hand actions that need no parameters to the I/O thread."""
@@ -338,7 +355,7 @@ class Session:
         self._token = welcome.token
         if self._bulk is None:
             bulk = self._address.with_port(welcome.bulk_port)
-            self._bulk = Line(self._context, bulk, "bulk")
+            self._bulk = Line(self._context, bulk, "bulk", self._security)
         elif self._bulk.address.port != welcome.bulk_port:
             self._bulk.reopen(self._address.with_port(welcome.bulk_port))
         self._step(welcomed)
@@ -405,7 +422,7 @@ class Session:
             case act.Unstage():
                 pass  # free() has done it
             case act.SayHello():
-                self._greeted = self._control.send(encode(self._introduction.hello(action)))
+                self._say_hello(action)
             case act.Reconnect():
                 self._control.reopen()
                 self._reopen_bulk()
@@ -419,6 +436,11 @@ class Session:
                 message = message_of(action, epoch)
                 assert message is not None, f"{action} is for the training thread"
                 self._control.send(encode(message))
+
+    def _say_hello(self, action: act.SayHello) -> None:
+        self._greeted = self._control.send(encode(self._introduction.hello(action)))
+        if not self._greeted and time.monotonic() - self._control.opened > REOPEN_SECONDS:
+            self._control.reopen()  # whoever refused our key once may know it now
 
     def _offer(self, action: act.Offer, epoch: int) -> None:
         offer = msg.Offer(

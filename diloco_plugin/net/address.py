@@ -80,26 +80,25 @@ class Address:
         return f"tcp://{f'[{host}]' if ':' in host else host}:{self.port or '*'}"
 
 
-def require_loopback(address: Address, *, connecting: bool = False) -> None:
-    """Raises ConfigError unless the address stays inside this machine.
+def require_keys(address: Address, *, connecting: bool = False) -> None:
+    """Raises ConfigError unless the address stays inside this machine, where plaintext is allowed.
 
-    There is no encryption yet, so nothing may listen on, or talk to, anything else.
+    For doors and lines without keys; the text says how to have some.
     """
     if address.is_loopback:
         return
-    first = address.port or 5555
     if connecting:
         raise ConfigError(
-            f"Connecting to {address} would send the model over the network unencrypted, which is "
-            f"refused until encryption exists; open a tunnel (ssh -L {first}:127.0.0.1:{first} "
-            f"-L {first + 1}:127.0.0.1:{first + 1} {address.host}) and connect to "
-            f"tcp://127.0.0.1:{first}."
+            f"Connecting to {address} in plaintext would show the model to the network and take"
+            " anybody's word for being the syncer. Give a folder of keys (keys=, --keys or the"
+            " environment variable DILOCO_KEYS; `diloco keygen NAME` makes a key), or say"
+            " keys='insecure-plaintext' (DILOCO_KEYS=insecure-plaintext) in a network that you"
+            " trust."
         )
     raise ConfigError(
-        f"Listening on {address} would let anybody in, because encryption has to come first; until "
-        f"then listen on loopback (tcp://127.0.0.1:{first}) and let learners on other machines "
-        f"come through a tunnel (ssh -L {first}:127.0.0.1:{first} "
-        f"-L {first + 1}:127.0.0.1:{first + 1} host)."
+        f"Listening on {address} without keys would let anybody in: run `diloco keygen --keys DIR`"
+        f" and then `diloco syncer --bind {address} --keys DIR`, or give --insecure-plaintext in a"
+        " network that you trust."
     )
 
 

@@ -14,12 +14,15 @@ import zmq
 
 from diloco_plugin.errors import ConfigError
 from diloco_plugin.net.address import Address
+from diloco_plugin.net.keys import LineKeys, Pair
 
 Role: TypeAlias = Literal["control", "bulk"]
 
 #: Most frames of a message; more are dropped with the message.
 FRAMES_MAX: Final = 4
 _VERSION_MIN: Final = (4, 3, 5)
+#: What our doors call themselves when libzmq asks the guard about a key.
+DOMAIN: Final = b"diloco"
 
 _BY_ROLE: Final[dict[Role, dict[int, int]]] = {
     "control": {
@@ -55,9 +58,16 @@ _ROUTER: Final[dict[int, int | bytes]] = {
     zmq.ROUTER_MANDATORY: 1,  # the default drops silently what it cannot deliver
     zmq.ROUTER_HANDOVER: 0,  # otherwise whoever knows an id can take over its replies
     zmq.BACKLOG: 512,
-    # Not for authentication (there is no handler yet). With a domain libzmq refuses peers of ZMTP
-    # 1.0, which have no handshake: an HTTP request is taken for one and kept connected forever.
-    zmq.ZAP_DOMAIN: b"diloco",
+    # In plaintext, too, where nobody asks for it: with a domain libzmq refuses peers of ZMTP 1.0,
+    # which have no handshake: an HTTP request is taken for one and kept connected forever.
+    zmq.ZAP_DOMAIN: DOMAIN,
+}
+
+#: What a door with keys has besides its secret key.
+_CURVE_DOOR: Final[dict[int, int | bytes]] = {
+    zmq.CURVE_SERVER: 1,
+    # Otherwise every key is let in while the guard does not answer.
+    zmq.ZAP_ENFORCE_DOMAIN: 1,
 }
 
 _DEALER: Final[dict[int, int]] = {
@@ -82,13 +92,32 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
     return zmq.Context(io_threads=1)
 
 
-def new_socket(
-    context: zmq.Context[Any], kind: Literal["ROUTER", "DEALER"], role: Role, address: Address
+def new_router(
+    context: zmq.Context[Any], role: Role, address: Address, own: Pair | None
 ) -> zmq.Socket[bytes]:
-    """Returns a socket with every option set, not yet bound or connected."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER if kind == "ROUTER" else zmq.DEALER)
-    per_kind: Mapping[int, int | bytes] = _ROUTER if kind == "ROUTER" else _DEALER
-    for option, value in {**_EVERYWHERE, **_BY_ROLE[role], **per_kind}.items():
+    """Returns a ROUTER with every option set, not yet bound; encrypted if it has a pair."""
+    encryption = {**_CURVE_DOOR, zmq.CURVE_SECRETKEY: own.secret} if own else {}
+    return _socket(context.socket(zmq.ROUTER), role, address, {**_ROUTER, **encryption})
+
+
+def new_dealer(
+    context: zmq.Context[Any], role: Role, address: Address, keys: LineKeys | None
+) -> zmq.Socket[bytes]:
+    """Returns a DEALER with every option set, not yet connected; encrypted if it has keys."""
+    encryption: dict[int, int | bytes] = {}
+    if keys is not None:
+        encryption = {
+            zmq.CURVE_SERVERKEY: keys.syncer,  # the only syncer that it will speak to
+            zmq.CURVE_PUBLICKEY: keys.own.public,
+            zmq.CURVE_SECRETKEY: keys.own.secret,
+        }
+    return _socket(context.socket(zmq.DEALER), role, address, {**_DEALER, **encryption})
+
+
+def _socket(
+    socket: zmq.Socket[bytes], role: Role, address: Address, more: Mapping[int, int | bytes]
+) -> zmq.Socket[bytes]:
+    for option, value in {**_EVERYWHERE, **_BY_ROLE[role], **more}.items():
         socket.setsockopt(option, value)
     socket.setsockopt(zmq.IPV6, int(not _is_ipv4(address.host)))
     return socket

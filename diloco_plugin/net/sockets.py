@@ -15,13 +15,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import zmq
 
 from diloco_plugin.errors import AddressInUseError, ConfigError, UnreachableError
-from diloco_plugin.net.address import Address, require_loopback
-from diloco_plugin.net.options import FRAMES_MAX, Role, new_context, new_socket
+from diloco_plugin.net.address import Address, require_keys
+from diloco_plugin.net.diagnosis import why_unreachable
+from diloco_plugin.net.guard import Guard
+from diloco_plugin.net.keys import Insecure, LineKeys
+from diloco_plugin.net.options import FRAMES_MAX, Role, new_context, new_dealer, new_router
 from diloco_plugin.net.poll import Poll, Source, Waker
 
 __all__ = ["Door", "Line", "Poll", "Role", "Sent", "Waker", "ask", "new_context"]
@@ -32,7 +36,6 @@ Context: TypeAlias = zmq.Context[Any]
 #: A connection is looked at this often at least; what is lost comes back no sooner than
 #: `RECONNECT_IVL`, so that no loss is overlooked.
 LOOK_SECONDS: Final = 0.4
-PROBE_SECONDS: Final = 1.0
 
 
 class Sent(enum.Enum):
@@ -46,23 +49,33 @@ class Sent(enum.Enum):
 class Door:
     """One bound ROUTER: many peers, each under a routing id that this socket gave it.
 
-    A routing id is only valid for one connection and proves nothing about who is there.
+    A routing id is only valid for one connection and proves nothing about who is there: with a
+    guard, the key does (`key_of`).
 
     Raises:
         AddressInUseError: somebody else listens there.
-        ConfigError: not loopback, not an address of this machine, or no permission.
+        ConfigError: not loopback and no guard, not an address of this machine, or no permission.
     """
 
-    def __init__(self, context: Context, address: Address | str, role: Role) -> None:
+    def __init__(
+        self,
+        context: Context,
+        address: Address | str,
+        role: Role,
+        guard: Guard | Insecure | None = None,
+    ) -> None:
         asked = Address.parse(address) if isinstance(address, str) else address
-        require_loopback(asked)
+        if guard is None:
+            require_keys(asked)
+        self._guarded = isinstance(guard, Guard)
         self.address = asked
         #: Messages thrown away because they had more frames than any message has.
         self.dropped = 0
         self.pending = self.awaits_room = False
         if asked.scheme == "ipc":
             _check_socket_file(asked)
-        self.socket = new_socket(context, "ROUTER", role, asked)
+        own = guard.own if isinstance(guard, Guard) else None
+        self.socket = new_router(context, role, asked, own)
         try:
             self.socket.bind(str(asked))
         except zmq.ZMQError as error:
@@ -79,6 +92,12 @@ class Door:
     def port(self) -> int:
         """The port that peers have to use."""
         return self.address.port
+
+    def near(self) -> Address:
+        """Returns where this machine itself reaches it, also if it listens on all addresses."""
+        if self.address.host in ("*", "0.0.0.0"):  # noqa: S104 - compared, not bound
+            return replace(self.address, host="127.0.0.1")
+        return replace(self.address, host="::1") if self.address.host == "::" else self.address
 
     @property
     def sockets(self) -> tuple[Source, ...]:
@@ -99,6 +118,14 @@ class Door:
                 continue
             messages.append((frames[0].bytes, frames[1:]))
         return messages
+
+    def key_of(self, frames: Sequence[zmq.Frame]) -> bytes:
+        """Returns the public key whose owner has sent this message; empty without a guard.
+
+        It was let in when it connected; whether it still may be here, the guard knows.
+        """
+        # In plaintext a peer may claim any User-Id.
+        return str(frames[0].get("User-Id")).encode() if self._guarded else b""
 
     def send(self, peer: bytes, *frames: Payload) -> Sent:
         """Queues one message for a peer, all of it or nothing. The buffers are free on return."""
@@ -134,28 +161,41 @@ class Line:
     socket monitor: about one in a hundred blocked libzmq's only I/O thread for good at its first
     event (4.3.5, with the monitor connected before the socket was).
 
-    Except after the other side broke the protocol (too large a message, no ZeroMQ at all): libzmq
-    then gives up and does not say so. An owner that has heard nothing for too long must `reopen`.
+    Except after the other side broke the protocol (too large a message, no ZeroMQ at all) or refused
+    our key: libzmq then gives up and does not say so. An owner that has heard nothing for too long
+    must `reopen`.
 
     Raises:
-        ConfigError: not loopback, or not an address to connect to.
+        ConfigError: not loopback and no keys, or not an address to connect to.
     """
 
-    def __init__(self, context: Context, address: Address | str, role: Role) -> None:
+    def __init__(
+        self,
+        context: Context,
+        address: Address | str,
+        role: Role,
+        keys: LineKeys | Insecure | None = None,
+    ) -> None:
         self.address = Address.parse(address) if isinstance(address, str) else address
+        #: when the socket was opened, in monotonic seconds
+        self.opened = 0.0
         #: Messages thrown away because they had more frames than any message has.
         self.dropped = 0
         self._context = context
         self._role = role
+        self._keys = keys
         self._open()
 
     def _open(self) -> None:
-        require_loopback(self.address, connecting=True)
+        if self._keys is None:
+            require_keys(self.address, connecting=True)
         if self.address.scheme == "tcp" and self.address.port == 0:
             raise ConfigError(f"Connecting to {self.address} needs the port that is listened on.")
         self._events: list[str] = []
         self._connected = False
-        self._socket = new_socket(self._context, "DEALER", self._role, self.address)
+        self.opened = time.monotonic()
+        keys = self._keys if isinstance(self._keys, LineKeys) else None
+        self._socket = new_dealer(self._context, self._role, self.address, keys)
         try:
             self._socket.connect(str(self.address))
         except zmq.ZMQError as error:
@@ -252,22 +292,12 @@ class Line:
             self._events.append("connected" if connected else "disconnected")
 
 
-def listens(address: Address) -> bool:
-    """Does anything at all accept connections there? Blocks for a second at most; any thread."""
-    try:
-        if address.scheme == "ipc":
-            with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
-                probe.settimeout(PROBE_SECONDS)
-                probe.connect(str(address).removeprefix("ipc://"))
-        else:
-            host = "127.0.0.1" if address.host == "localhost" else address.host
-            stdlib_socket.create_connection((host, address.port), PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-def ask(address: Address | str, request: bytes, timeout_seconds: float) -> bytes:
+def ask(
+    address: Address | str,
+    request: bytes,
+    timeout_seconds: float,
+    keys: LineKeys | Insecure | None = None,
+) -> bytes:
     """Sends one control message and returns the answer. Blocks; any thread.
 
     The request may be sent again after a lost connection, so it must be harmless to repeat.
@@ -279,7 +309,7 @@ def ask(address: Address | str, request: bytes, timeout_seconds: float) -> bytes
     deadline = time.monotonic() + timeout_seconds
     context = new_context()
     try:
-        line = Line(context, address, "control")
+        line = Line(context, address, "control", keys)
         poll = Poll()
         poll.add(line)
         sent = False
@@ -291,28 +321,10 @@ def ask(address: Address | str, request: bytes, timeout_seconds: float) -> bytes
                 return frames[0].bytes
             left = deadline - time.monotonic()
             if left <= 0:
-                raise UnreachableError(_why_unreachable(line.address, timeout_seconds, sent))
+                raise UnreachableError(why_unreachable(line.address, timeout_seconds, sent, keys))
             poll.wait(min(left, 0.25))
     finally:
         context.destroy(linger=0)
-
-
-def _why_unreachable(address: Address, seconds: float, sent: bool) -> str:
-    where = f"{address} did not answer within {seconds:g} s"
-    if sent:
-        return (
-            f"{where}, although TCP connected and ZeroMQ is spoken there: the syncer is busy or "
-            "stuck, or the port is not its control port. Try again, then look at its log."
-        )
-    if listens(address):
-        return (
-            f"{where}: TCP connected, but what listens there is no syncer. Check the port "
-            "(the control port is the one that the syncer was told to bind)."
-        )
-    return (
-        f"{where}: TCP did not connect. In order of likelihood: no syncer runs there (start it), a "
-        "firewall is in between (or the SSH tunnel is down), or the port is wrong."
-    )
 
 
 def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[zmq.Frame] | None:

@@ -32,6 +32,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         syncer: `tcp://host:port` of the syncer; default: the environment variable `DILOCO_SYNCER`.
         name: of this learner; a learner that returns under its name finds its place again. Default:
             the environment variable `DILOCO_NAME`, else host name and process id.
+        keys: folder of keys (`diloco keygen`), or "insecure-plaintext"; default: the environment
+            variable `DILOCO_KEYS`.
         run: refuse to join any other run than this one.
         module: sync only this submodule, under names relative to it: with "model" a LightningModule
             and a Hugging Face model of the same kind can share a run.
@@ -52,6 +54,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         syncer: str | None = None,
         *,
         name: str | None = None,
+        keys: str | None = None,
         run: str = "",
         module: str | None = None,
         tokens: Callable[[Any], int] | None = None,
@@ -64,6 +67,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self.syncer = syncer
         self.name = name
+        self.keys = keys
         self.run = run
         self.module = module
         self.tokens = tokens
@@ -103,6 +107,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             steppable(trainer.optimizers),
             self.syncer,
             name=self.name,
+            keys=self.keys,
             run=self.run,
             module=self.module,
             tokens=self.tokens,

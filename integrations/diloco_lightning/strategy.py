@@ -28,6 +28,7 @@ class DiLoCoMixin:
         syncer: str | None = None,
         *,
         name: str | None = None,
+        keys: str | None = None,
         run: str = "",
         module: str | None = None,
         tokens: Callable[[Any], int] | None = None,
@@ -45,6 +46,8 @@ class DiLoCoMixin:
                 `DILOCO_SYNCER`.
             name: of this learner; a learner that returns under its name finds its place again.
                 Default: the environment variable `DILOCO_NAME`, else host name and process id.
+            keys: folder of keys (`diloco keygen`), or "insecure-plaintext"; default: the environment
+                variable `DILOCO_KEYS`.
             run: refuse to join any other run than this one.
             module: sync only this submodule, under names relative to it.
             tokens: units of work in a batch; default: ones in `attention_mask`, else size of
@@ -61,6 +64,7 @@ class DiLoCoMixin:
         self.callback = DiLoCoCallback(
             syncer,
             name=name,
+            keys=keys,
             run=run,
             module=module,
             tokens=tokens,

@@ -47,6 +47,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         syncer: `tcp://host:port`; default: the environment variable `DILOCO_SYNCER`.
         name: of this learner; one that returns under its name finds its place again. Default: the
             environment variable `DILOCO_NAME`, else host name and process id.
+        keys: folder of keys (`diloco keygen`), or "insecure-plaintext"; default: the environment
+            variable `DILOCO_KEYS`.
         run: refuse to join any other run than this one.
         module: share only this submodule, under names relative to it.
         tokens: units of work in the keyword arguments of `forward`; default: ones in
@@ -68,6 +70,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         syncer: str | None = None,
         *,
         name: str | None = None,
+        keys: str | None = None,
         run: str = "",
         module: str | None = None,
         tokens: Callable[[Any], int] | None = None,
@@ -79,6 +82,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         """Note the arguments; nothing is opened before training begins."""
         self._syncer = syncer
         self._name = name
+        self._keys = keys
         self._run = run
         self._module = module
         self._tokens = tokens
@@ -135,6 +139,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
             optimizer,
             self._syncer,
             name=self._name,
+            keys=self._keys,
             run=self._run,
             tokens=self._tokens,
             module=self._module,

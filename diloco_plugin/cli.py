@@ -1,6 +1,7 @@
-"""The command `diloco`: start a syncer, look at one, check that it can be reached.
+"""The command `diloco`: start a syncer, look at one, check that it can be reached, make keys.
 
-Exit codes: 0 done, 2 wrong usage, 69 unreachable, 75 address in use, 77 refused, 78 configuration.
+Exit codes: 0 done, 2 wrong usage, 69 unreachable, 70 the self-probe failed, 75 address in use,
+77 refused, 78 configuration.
 Nothing heavy is imported before a command needs it: ``diloco --help`` answers without torch.
 """
 
@@ -35,6 +36,11 @@ _SYNCER: Final = """\
 Start the daemon that owns the global model. It needs no GPU. Every option can also be set in a TOML
 file (--config) or as DILOCO_SYNCER_<KEY>; a flag beats the environment, that the file, that the
 preset. `--print-config` shows the outcome and where each value came from."""
+
+
+_KEYGEN: Final = """\
+Make the keys of a syncer, or of the learner NAME. They encrypt what travels, and the syncer lets in
+only those whose NAME.pub is in its learners.d. Nothing is ever overwritten."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_address(check)
     check.set_defaults(command_function=_check, command_parser=check)
 
+    keygen = commands.add_parser(
+        "keygen", help="make keys", description=_KEYGEN, allow_abbrev=False
+    )
+    keygen.add_argument(
+        "name", nargs="?", metavar="NAME", help="of a learner (default: the syncer)"
+    )
+    keygen.add_argument(
+        "--keys", metavar="DIR", help="folder (default: DILOCO_KEYS, else ~/.config/diloco)"
+    )
+    keygen.set_defaults(command_function=_keygen, command_parser=keygen)
+
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(command_function=_version, command_parser=version)
     return parser
@@ -109,6 +126,11 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="ADDRESS",
         help="of the syncer, e.g. tcp://syncer:5555 (default: DILOCO_SYNCER from the environment)",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="DIR",
+        help="folder of keys, or insecure-plaintext (default: DILOCO_KEYS from the environment)",
     )
 
 
@@ -193,15 +215,38 @@ def _status(arguments: argparse.Namespace) -> int:
     from diloco_plugin.status import show
 
     address = default_address(arguments.address)
-    return show(address, as_json=arguments.json, watch=arguments.watch)
+    return show(address, keys=arguments.keys, as_json=arguments.json, watch=arguments.watch)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from diloco_plugin.status import check
 
-    yes, sentence = check(default_address(arguments.address))
+    yes, sentence = check(default_address(arguments.address), arguments.keys)
     sys.stdout.write(f"{'yes' if yes else 'no'}: {sentence}\n")
     return 0 if yes else UNREACHABLE
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    from diloco_plugin.credentials import key_folder
+    from diloco_plugin.net.keys import make_learner_keys, make_syncer_keys
+
+    folder, name = key_folder(arguments.keys), arguments.name
+    if name is None:
+        make_syncer_keys(folder)
+        lines = [
+            f"{folder}/syncer.key stays here: diloco syncer --keys {folder} --bind tcp://*:5555",
+            f"{folder}/syncer.pub goes to every learner's machine, into its folder of keys",
+        ]
+    else:
+        make_learner_keys(folder, name)
+        lines = [
+            f"{folder}/{name}.key goes to (or stays on) the machine of learner {name}, beside"
+            " syncer.pub, and nowhere else",
+            f"{folder}/learners.d/{name}.pub goes into learners.d on the syncer's machine; then"
+            " send a running syncer SIGHUP",
+        ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
 
 
 def _version(arguments: argparse.Namespace) -> int:

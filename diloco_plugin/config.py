@@ -70,7 +70,7 @@ class SyncerConfig:
     keys: str = field(
         default="",
         metadata={
-            "help": "folder of keys (`diloco keygen`): traffic is encrypted, and only learners whose"
+            "help": "folder of keys (`diloco keygen`): traffic is encrypted, and only those whose"
             " keys are in its learners.d may come in; needed beyond loopback"
         },
     )

@@ -7,10 +7,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from diloco_plugin.errors import DiLoCoError, UnreachableError, WireError
+from diloco_plugin.errors import DiLoCoError, RefusedError, UnreachableError, WireError
 from diloco_plugin.net.address import Address
+
+if TYPE_CHECKING:
+    from diloco_plugin.net.keys import Insecure, LineKeys
 
 TIMEOUT_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 2.0
@@ -18,19 +21,26 @@ WATCH_SECONDS: Final = 2.0
 Body = Mapping[str, Any]
 
 
-def fetch(address: str, timeout_seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
+def fetch(
+    address: str,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    keys: LineKeys | Insecure | None = None,
+) -> dict[str, Any]:
     """The status body of the syncer at `address`; see ``Syncer.status``.
 
     Raises:
         UnreachableError: nothing answered in time.
+        RefusedError: the syncer does not answer the owner of this key (any more).
         WireError: something answered, but not as a syncer does.
     """
     # Late, as everything that `diloco --help` does not need.
     from diloco_plugin.net.sockets import ask
     from diloco_plugin.wire.framing import decode_to_learner, encode
-    from diloco_plugin.wire.messages import Status, StatusRequest
+    from diloco_plugin.wire.messages import Refuse, Status, StatusRequest
 
-    answer = decode_to_learner(ask(address, encode(StatusRequest()), timeout_seconds))
+    answer = decode_to_learner(ask(address, encode(StatusRequest()), timeout_seconds, keys))
+    if isinstance(answer, Refuse):
+        raise RefusedError(answer.code, answer.text)
     if not isinstance(answer, Status):
         raise WireError(
             "unexpected",
@@ -40,9 +50,14 @@ def fetch(address: str, timeout_seconds: float = TIMEOUT_SECONDS) -> dict[str, A
     return answer.body
 
 
-def show(address: str, *, as_json: bool = False, watch: bool = False) -> int:
+def show(
+    address: str, *, keys: str | None = None, as_json: bool = False, watch: bool = False
+) -> int:
     """Prints the status once, or again and again until interrupted; returns the exit code."""
-    body = fetch(address)
+    from diloco_plugin.credentials import visitor_keys
+
+    security = visitor_keys(address, keys, operator=True)
+    body = fetch(address, TIMEOUT_SECONDS, security)
     while True:
         if watch and sys.stdout.isatty() and not as_json:
             sys.stdout.write("\x1b[H\x1b[2J")  # cursor home, clear
@@ -50,15 +65,15 @@ def show(address: str, *, as_json: bool = False, watch: bool = False) -> int:
         sys.stdout.flush()
         if not watch:
             return 0
-        body = _next(address)
+        body = _next(address, security)
 
 
-def _next(address: str) -> dict[str, Any]:
+def _next(address: str, keys: LineKeys | Insecure | None) -> dict[str, Any]:
     """The next status; a syncer that restarts is waited for."""
     while True:
         time.sleep(WATCH_SECONDS)
         try:
-            return fetch(address)
+            return fetch(address, TIMEOUT_SECONDS, keys)
         except DiLoCoError as error:
             sys.stderr.write(f"diloco: {printable(error)}\n")
 
@@ -94,7 +109,16 @@ def _headline(body: Body) -> list[str]:
         f" (epoch {body.get('epoch', '?')}, diloco-plugin {printable(body.get('version', '?'))},"
         f" protocol {body.get('protocol', '?')})"
     )
-    return [line, ""]
+    return [line, *_security(body), ""]
+
+
+def _security(body: Body) -> list[str]:
+    if "security" not in body:
+        return []
+    line = f"security: {printable(body['security'])}"
+    if "admitted" in body:
+        line += f", {len(body['admitted'])} admitted; the syncer's is {printable(body['key'])}"
+    return [line]
 
 
 def _learners(body: Body) -> list[str]:
@@ -205,16 +229,23 @@ def _span(seconds: float) -> str:
     return f"{whole} s"
 
 
-def check(address: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[bool, str]:
+def check(
+    address: str, keys: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+) -> tuple[bool, str]:
     """Whether a trainer on this machine could join the run at `address`, and a sentence why."""
     from diloco_plugin._version import __version__
+    from diloco_plugin.credentials import visitor_keys
+    from diloco_plugin.net.diagnosis import key_problem
     from diloco_plugin.wire.messages import PROTOCOL
 
+    security = visitor_keys(address, keys, operator=False)
     began = time.monotonic()
     try:
-        body = fetch(address, timeout_seconds)
+        body = fetch(address, timeout_seconds, security)
+    except RefusedError as error:
+        return False, str(error)
     except UnreachableError:
-        return False, (
+        return False, key_problem(Address.parse(address), security) or (
             f"nothing answered at {address} within {timeout_seconds:g} s; is `diloco syncer`"
             f" running there, listening on that address, and does a firewall let {_port(address)}"
             " through?"

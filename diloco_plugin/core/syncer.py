@@ -161,12 +161,8 @@ class SyncerCore:
                 member.closing = True
                 member.moved_ns = now
                 self.rounds.ask_closing(member.life, event.fragments)
-            case ev.Barred():
-                self._turn_out(member, event.reason, tell=True)
-            case ev.Left():
-                self._turn_out(member, "it has finished", tell=False)
-            case ev.Vanished():
-                self._turn_out(member, "its connection is gone", tell=False)
+            case ev.Barred() | ev.Left() | ev.Vanished():
+                self._turn_out(member, _why_gone(event), tell=isinstance(event, ev.Barred))
             case ev.Heard():
                 pass
 
@@ -430,3 +426,9 @@ class SyncerCore:
     def check(self) -> None:
         """Assert every invariant. Cheap enough for every step of a test."""
         report.check(self)
+
+
+def _why_gone(event: ev.Barred | ev.Left | ev.Vanished) -> str:
+    if isinstance(event, ev.Barred):
+        return event.reason
+    return "it has finished" if isinstance(event, ev.Left) else "its connection is gone"

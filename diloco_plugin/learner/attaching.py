@@ -42,7 +42,7 @@ def attach(
         name: of this learner; a learner that returns under its name finds its place again. Default:
             the environment variable `DILOCO_NAME`, else that of the only key in `keys`, else host
             name and process id.
-        keys: folder of keys (`diloco keygen` makes one), needed wherever the syncer has keys or is on
+        keys: folder of keys (`diloco keygen` makes one), needed where the syncer has keys or is on
             another machine; or "insecure-plaintext". Default: the environment variable
             `DILOCO_KEYS`.
         run: refuse to join any other run than this one.

@@ -97,7 +97,7 @@ class Guard:
             while not self._closing:
                 poll.wait(None)
                 self._waker.drain()
-                while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                     self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
         except BaseException as error:
             self._broken(error)

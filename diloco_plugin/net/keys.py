@@ -1,8 +1,9 @@
 """Keys in files: who the syncer is, who a learner is, and whom the syncer lets in.
 
 A folder of keys holds `syncer.key` (secret, on the syncer's machine only), `syncer.pub`
-(everywhere), `learners.d/NAME.pub` (on the syncer's machine: the allow-list) and `NAME.key` (secret,
-on the learner's machine). A file is one line of 40 Z85 characters, and comments that begin with #.
+(everywhere), `learners.d/NAME.pub` (on the syncer's machine: the allow-list) and `NAME.key`
+(secret, on the learner's machine). A file is one line of 40 Z85 characters, and comments that begin
+with #.
 """
 
 from __future__ import annotations
@@ -241,7 +242,9 @@ def _names(folder: Path) -> list[str]:
             f"the folder of keys {folder} does not exist: `diloco keygen` makes one, or correct"
             " the path."
         )
-    return sorted(p.stem for p in folder.glob("*.key") if _NAME.fullmatch(p.stem) and p.stem != SYNCER)
+    return sorted(
+        p.stem for p in folder.glob("*.key") if _NAME.fullmatch(p.stem) and p.stem != SYNCER
+    )
 
 
 def _read_pair(path: Path, fix: str) -> Pair:

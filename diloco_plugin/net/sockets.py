@@ -161,9 +161,9 @@ class Line:
     socket monitor: about one in a hundred blocked libzmq's only I/O thread for good at its first
     event (4.3.5, with the monitor connected before the socket was).
 
-    Except after the other side broke the protocol (too large a message, no ZeroMQ at all) or refused
-    our key: libzmq then gives up and does not say so. An owner that has heard nothing for too long
-    must `reopen`.
+    Except after the other side broke the protocol (too large a message, no ZeroMQ at all) or
+    refused our key: libzmq then gives up and does not say so. An owner that has heard nothing for
+    too long must `reopen`.
 
     Raises:
         ConfigError: not loopback and no keys, or not an address to connect to.

@@ -65,7 +65,7 @@ def serve(config: SyncerConfig) -> int:
     """Run the daemon in this thread until the run is over or a signal comes; return the exit code.
 
     SIGTERM or SIGINT stops in order: rounds with a quorum are finished, the model is exported. A
-    second one ends the process at once.
+    second one ends the process at once. SIGHUP reads the allow-list of keys again.
 
     Raises:
         DiLoCoError: it could not start; nothing was changed.
@@ -84,6 +84,8 @@ def serve(config: SyncerConfig) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         syncer.stop(f"received {signal.Signals(number).name}")
 
+    if config.keys:
+        signal.signal(signal.SIGHUP, lambda *_: syncer.reload())
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     syncer.run()

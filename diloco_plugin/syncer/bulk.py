@@ -22,6 +22,7 @@ from diloco_plugin.errors import WireError
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, Sent
 from diloco_plugin.syncer.model import GlobalModel, WireCopy
+from diloco_plugin.syncer.security import Security
 from diloco_plugin.tensors.codec import Codec, codec
 from diloco_plugin.wire.chunks import (
     Receiver,
@@ -73,6 +74,8 @@ class Peer:
     """One bulk connection whose learner is known."""
 
     life: Life
+    #: the public key that it has shown; empty in plaintext
+    key: bytes
     outbox: deque[tuple[bytes, ...]] = field(default_factory=deque)
     #: what it is fetching: an older version stays readable until it has been fetched
     reading: dict[int, WireCopy] = field(default_factory=dict)
@@ -81,12 +84,15 @@ class Peer:
 class Bulk:
     """Owns the bulk door. All but the constructor and the commands runs in its own thread."""
 
-    def __init__(self, door: Door, kept: int, patience: float, reports: Reports) -> None:
+    def __init__(
+        self, door: Door, security: Security, kept: int, patience: float, reports: Reports
+    ) -> None:
         """`kept`: pushes that are kept until their round closes (lockstep), else 0.
 
         `patience`: seconds that a transfer may go without a byte.
         """
         self._door = door
+        self._security = security
         self._patience = patience
         self._reports = reports
         self._kept = kept
@@ -193,9 +199,10 @@ class Bulk:
         """One message. Bytes that break the protocol are counted; they harm only their transfer."""
         try:
             message = decode_bulk(frames[0].buffer)
+            key = self._door.key_of(frames)
             if isinstance(message, BulkHello):
-                self._greet(route, message.token)
-            elif route not in self._peers:
+                self._greet(route, message.token, key)
+            elif route not in self._peers or self._peers[route].key != key:
                 raise WireError("stranger", "a bulk message before a token")
             elif isinstance(message, Want):
                 self._serve(route, message)
@@ -206,14 +213,14 @@ class Bulk:
         except WireError as error:
             self._reports.strange_bytes(error.reason)
 
-    def _greet(self, route: bytes, token: bytes) -> None:
+    def _greet(self, route: bytes, token: bytes, key: bytes) -> None:
         life = self._tokens.get(token)
-        if life is None:
-            raise WireError("stranger", "an unknown token")
+        if life is None or not self._security.belongs(key, life.name):
+            raise WireError("stranger", "an unknown token, or that of another learner")
         if route in self._peers:
             raise WireError("stranger", "a second introduction on one connection")
         self._disconnect(life)
-        self._peers[route] = Peer(life)
+        self._peers[route] = Peer(life, key)
         self._routes[life] = route
         for transfer in [*self._incoming.values(), self._seed]:  # what was cut goes on from here
             if transfer is not None and transfer.life == life and transfer.receiver is not None:

@@ -6,6 +6,7 @@ queues; only this one steps the core, so decisions have one order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -29,10 +30,11 @@ from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, new_context
 from diloco_plugin.syncer.bulk import Bulk
-from diloco_plugin.syncer.control import Control
+from diloco_plugin.syncer.control import Control, Heard
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
+from diloco_plugin.syncer.security import Security
 from diloco_plugin.syncer.translation import event_of
 from diloco_plugin.tensors.layout import (
     TensorSpec,
@@ -77,16 +79,22 @@ class Syncer:
         )
         self._queue: SimpleQueue[ev.SyncerEvent | BaseException] = SimpleQueue()
         self._pending: deque[ev.SyncerEvent] = deque()
-        self._context = new_context()
-        try:
-            self._control = Control(Door(self._context, config.bind, "control"))
-            bulk_door = self._bulk_door()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._bulk_port = bulk_door.port
-        self._bulk = Bulk(bulk_door, self._pushes_kept(), config.parameters.lease, self)
         self._waker = Waker()
+        self._context = new_context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            undo.callback(self._waker.close)
+            self._security = Security(config, self._context, self._post)
+            undo.callback(self._security.close)
+            door = Door(self._context, config.bind, "control", self._security.guard)
+            bulk_door = self._bulk_door()
+            self._security.probe(self._context, (door, bulk_door))
+            undo.pop_all()
+        self._control = Control(door, self._security)
+        self._bulk_port = bulk_door.port
+        self._bulk = Bulk(
+            bulk_door, self._security, self._pushes_kept(), config.parameters.lease, self
+        )
         self._merging = Merging(self._post, self._bulk.release)
         self._specs: tuple[TensorSpec, ...] = ()
         self._model_config = ""
@@ -96,7 +104,7 @@ class Syncer:
         self._has_model = self._init is not None
         self._complained = 0.0
         self._strange_bulk: Counter[str] = Counter()
-        self._stopped = False
+        self._stopped = self._reload_asked = False
         self._carriers = self._carriers_by_action()
 
     @property
@@ -109,6 +117,7 @@ class Syncer:
     def run(self) -> None:
         """Serve until the run is over; then export and publish."""
         self._bulk.start()
+        self._security.say()
         poll = Poll()
         poll.add(self._control.door)
         poll.add(self._waker)
@@ -124,10 +133,18 @@ class Syncer:
         """Ask for an orderly stop. Any thread, signal handlers too."""
         self._post(ev.StopAsked(now_ns=time.monotonic_ns(), reason=reason))
 
+    def reload(self) -> None:
+        """Ask to read the allow-list again. Any thread, signal handlers too."""
+        self._reload_asked = True
+        self._waker.wake()
+
     def _turn(self) -> None:
         self._waker.drain()
+        if self._reload_asked:
+            self._reload_asked = False
+            self._bar(self._security.reload())
         for heard in self._control.hear():
-            self._take(heard.route, heard.message)
+            self._take(heard)
         while True:
             try:
                 event = self._queue.get_nowait()
@@ -138,7 +155,14 @@ class Syncer:
             self._step(event)
         if time.monotonic_ns() >= self._core.next_deadline_ns():
             self._step(ev.Ticked(now_ns=time.monotonic_ns()))
+        self._security.mind(time.monotonic())
         self._publish_when_due()  # a busy syncer never ticks
+
+    def _bar(self, names: frozenset[str]) -> None:
+        reason = "its key is not admitted any more"
+        lives = {*self._control.lives(), *(member.life for member in self._core.members)}
+        for life in sorted(life for life in lives if life.name in names):
+            self._step(ev.Barred(now_ns=time.monotonic_ns(), life=life, reason=reason))
 
     def _step(self, event: ev.SyncerEvent) -> None:
         """Step the core and carry out what it wants; failures to send come back as events."""
@@ -168,13 +192,14 @@ class Syncer:
         self._merging.close(MERGER_CLOSE_SECONDS)
         self._output.close()
         self._control.door.close()
+        self._security.close()
         self._waker.close()
         self._context.destroy(linger=0)
 
     def _bulk_door(self) -> Door:
         control = Address.parse(self.config.bind)
         try:
-            return Door(self._context, control.beside(), "bulk")
+            return Door(self._context, control.beside(), "bulk", self._security.guard)
         except AddressInUseError as error:
             raise AddressInUseError(
                 f"{error} (Bulk data uses the port next to that of --bind, {control}.)"
@@ -195,19 +220,16 @@ class Syncer:
 
     # ---- what comes in over the control socket ----
 
-    def _take(self, route: bytes, message: msg.ToSyncer) -> None:
+    def _take(self, heard: Heard) -> None:
         now = time.monotonic_ns()
-        if isinstance(message, msg.StatusRequest):
-            self._control.answer(route, self._encoded_status())
-            return
-        if isinstance(message, msg.PlaceRequest):
-            self._asking = route
-            self._step(ev.PlaceAsked(now_ns=now, name=message.name))
+        route, message = heard.route, heard.message
+        if isinstance(message, msg.StatusRequest | msg.PlaceRequest):
+            self._inform(heard, now)
             return
         if isinstance(message, msg.Hello):
-            self._hello(route, message, now)
+            self._hello(heard, message, now)
             return
-        life = self._control.life_of(route)
+        life = self._control.life_of(heard)
         epoch = getattr(message, "epoch", self._core.epoch)
         if life is None or epoch != self._core.epoch:
             self._control.answer(route, encode(msg.HelloRequired(epoch=self._core.epoch)))
@@ -216,17 +238,31 @@ class Syncer:
             self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
         self._step(event_of(message, life, now))
 
-    def _hello(self, route: bytes, hello: msg.Hello, now: int) -> None:
-        life = Life(hello.name, hello.incarnation)
-        problem = policy.judge_hello(hello.protocol, msg.PROTOCOL, hello.run, self.config.run)
+    def _inform(self, heard: Heard, now: int) -> None:
+        """Answer somebody who need not be a learner (yet)."""
+        objection = self._control.objection(heard)
+        if objection is not None:
+            code, text = objection
+            self._control.answer(heard.route, encode(msg.Refuse(code=code, text=text)))
+        elif isinstance(heard.message, msg.PlaceRequest):
+            self._asking = heard.route
+            self._step(ev.PlaceAsked(now_ns=now, name=heard.message.name))
+        else:
+            self._control.answer(heard.route, self._encoded_status())
+
+    def _hello(self, heard: Heard, hello: msg.Hello, now: int) -> None:
+        life = self._control.knocking(heard, hello)
+        problem = self._control.objection(heard) or policy.judge_hello(
+            hello.protocol, msg.PROTOCOL, hello.run, self.config.run
+        )
         if problem is None:
             text = self._layout_problem(hello)
             problem = ("layout", text) if text else None
-        before = self._control.life_of(route)
+        before = self._control.life_of(heard)
         if before is not None and before != life:  # one connection, one learner
             self._control.hang_up(before)
             self._step(ev.Vanished(now_ns=now, life=before))
-        self._control.bind(life, route)
+        self._control.bind(life, heard.route)
         self._greeting = hello
         self._step(
             ev.Knocked(
@@ -485,5 +521,6 @@ class Syncer:
                 body["fragments"], self._merging.the_model.layout.fragments, strict=False
             ):
                 entry["elements"] = fragment.elements
-        body["problems"] = policy.diagnose(body)
+        body |= self._security.status()
+        body["problems"] = [*self._security.problems(), *policy.diagnose(body)]
         return body

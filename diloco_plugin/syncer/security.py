@@ -17,6 +17,7 @@ from diloco_plugin.errors import ConfigError, InvariantError
 from diloco_plugin.net.guard import Context, Guard
 from diloco_plugin.net.keys import (
     INSECURE,
+    SYNCER,
     Insecure,
     LineKeys,
     fingerprint,
@@ -72,10 +73,41 @@ class Security:
                 fingerprint(self.guard.own.public),
                 ", ".join(sorted(self._learners.values())) or "nobody yet (`diloco keygen NAME`)",
             )
+        self.mind(time.monotonic())
 
-    def owner(self, key: bytes) -> str | None:
-        """Whose key this is, if it (still) may be here. For any thread."""
-        return self.guard.name_of(key) if isinstance(self.guard, Guard) else None
+    def belongs(self, key: bytes, name: str) -> bool:
+        """May who holds this key speak for this name? In plaintext anybody may. Any thread."""
+        return not isinstance(self.guard, Guard) or self.guard.name_of(key) == name
+
+    def who(self, key: bytes, name: str) -> str:
+        """What to call the holder of a key that says it is `name`."""
+        if not isinstance(self.guard, Guard):
+            return name
+        return self.guard.name_of(key) or f"key {fingerprint(key)}"
+
+    def objection(self, key: bytes, name: str | None) -> tuple[str, str] | None:
+        """Why the holder of this key may not be `name` (None: only look), as (code, text)."""
+        if not isinstance(self.guard, Guard):
+            return None
+        owner = self.guard.name_of(key)
+        if owner is None:
+            return "key", (
+                f"the key {fingerprint(key)} is not admitted any more: have its .pub put into the"
+                " syncer's learners.d again, or take another key."
+            )
+        if name is None:
+            return None
+        if owner == SYNCER:
+            return "identity", (
+                "the syncer's own key is for looking only: make one for this learner with `diloco"
+                " keygen NAME`."
+            )
+        if owner != name:
+            return "identity", (
+                f"this connection has the key of learner {owner!r}, not of {name!r}: use"
+                f" name={owner!r}, or the key {name}.key."
+            )
+        return None
 
     # ---- before anybody is served ----
 
@@ -86,9 +118,9 @@ class Security:
             InvariantError: one of them did not, or did not answer.
         """
         if isinstance(self.guard, Guard):
-            for door, role in zip(doors, ("control", "bulk"), strict=True):
+            for door in doors:
                 stranger = LineKeys("", new_pair(), self.guard.own.public)
-                with contextlib.closing(Line(context, door.near(), role, stranger)) as line:
+                with contextlib.closing(Line(context, door.near(), "control", stranger)) as line:
                     self._refuses(self.guard, line, fingerprint(stranger.own.public))
             self.guard.forget_refused()
 

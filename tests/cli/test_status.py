@@ -125,12 +125,12 @@ def test_a_port_where_nobody_listens_is_unreachable() -> None:
 def answering(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A syncer whose next answers are this body."""
     answer = body()
-    monkeypatch.setattr(status, "fetch", lambda address, timeout_seconds=5.0: answer)
+    monkeypatch.setattr(status, "fetch", lambda *_: answer)
     return answer
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fetch(address: str, timeout_seconds: float = 5.0) -> dict[str, Any]:
+    def fetch(*_: object) -> dict[str, Any]:
         raise error
 
     monkeypatch.setattr(status, "fetch", fetch)
@@ -277,7 +277,7 @@ def test_watch_prints_again_and_outlives_a_restart_of_the_syncer(
         [body(clock=1), UnreachableError("nothing answered."), body(clock=2), KeyboardInterrupt()]
     )
 
-    def fetch(address: str, timeout_seconds: float = 5.0) -> dict[str, Any]:
+    def fetch(*_: object) -> dict[str, Any]:
         answer = next(answers)
         if isinstance(answer, BaseException):
             raise answer

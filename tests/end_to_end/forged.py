@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco_plugin.net.address import Address
+from diloco_plugin.net.keys import LineKeys
 from diloco_plugin.net.poll import Poll
 from diloco_plugin.net.sockets import Line, new_context
 from diloco_plugin.tensors.layout import Layout, TensorSpec, build_layout, views
@@ -32,7 +33,13 @@ class Forged:
     """A hand-written client. Lives in one thread; every wait has a deadline."""
 
     def __init__(
-        self, address: str, name: str, specs: Sequence[TensorSpec], *, incarnation: str = ""
+        self,
+        address: str,
+        name: str,
+        specs: Sequence[TensorSpec],
+        *,
+        incarnation: str = "",
+        keys: LineKeys | None = None,
     ) -> None:
         self.name = name
         self.specs = tuple(specs)
@@ -43,7 +50,8 @@ class Forged:
         self.clock = 0
         self._address = Address.parse(address)
         self._context = new_context()
-        self.control = Line(self._context, self._address, "control")
+        self._keys = keys
+        self.control = Line(self._context, self._address, "control", keys)
         self.bulk: Line | None = None
         self._heard: list[msg.Message] = []
         self._bulk_heard: list[tuple[msg.Message, bytes]] = []
@@ -155,7 +163,8 @@ class Forged:
         self.hello(**changes)
         self.welcome = self.hear(msg.Welcome)
         self.clock = self.welcome.clock
-        self.bulk = Line(self._context, self._address.with_port(self.welcome.bulk_port), "bulk")
+        bulk = self._address.with_port(self.welcome.bulk_port)
+        self.bulk = Line(self._context, bulk, "bulk", self._keys)
         self._poll.add(self.bulk)
         self.say_bulk(encode(msg.BulkHello(token=self.welcome.token)))
         self.base = [torch.zeros(f.elements) for f in self.layout.fragments]

@@ -6,6 +6,8 @@ import pytest
 
 from diloco_plugin.errors import AddressInUseError
 from diloco_plugin.net.address import Address
+from diloco_plugin.net.guard import Guard
+from diloco_plugin.net.keys import Insecure, LineKeys
 from diloco_plugin.net.sockets import Door, Line, Role, new_context
 from tests.waiting import until
 
@@ -19,8 +21,13 @@ class Net:
         self.context = new_context()
         self._made: list[Door | Line] = []
 
-    def door(self, address: Address | str = ANY, role: Role = "control") -> Door:
-        door = Door(self.context, address, role)
+    def door(
+        self,
+        address: Address | str = ANY,
+        role: Role = "control",
+        guard: Guard | Insecure | None = None,
+    ) -> Door:
+        door = Door(self.context, address, role, guard)
         self._made.append(door)
         return door
 
@@ -37,8 +44,13 @@ class Net:
         assert door is not None
         return door
 
-    def line(self, address: Address | str, role: Role = "control") -> Line:
-        line = Line(self.context, address, role)
+    def line(
+        self,
+        address: Address | str,
+        role: Role = "control",
+        keys: LineKeys | Insecure | None = None,
+    ) -> Line:
+        line = Line(self.context, address, role, keys)
         self._made.append(line)
         return line
 

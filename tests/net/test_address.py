@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_plugin.errors import ConfigError
-from diloco_plugin.net.address import Address, require_loopback
+from diloco_plugin.net.address import Address, require_keys
 
 
 @pytest.mark.parametrize(
@@ -92,19 +92,20 @@ def test_loopback_is_what_nobody_outside_can_reach(text: str, expected: bool) ->
     assert Address.parse(text).is_loopback is expected
 
 
-def test_without_encryption_only_loopback_is_allowed_and_the_way_out_is_named() -> None:
-    require_loopback(Address.parse("tcp://localhost:5555"))
+def test_without_keys_only_loopback_is_allowed_and_both_ways_out_are_named() -> None:
+    require_keys(Address.parse("tcp://localhost:5555"))
     address = Address.parse("tcp://gpu.example.org:5555")
-    tunnel = "ssh -L 5555:127.0.0.1:5555 -L 5556:127.0.0.1:5556"
     with pytest.raises(ConfigError) as listening:
-        require_loopback(address)
+        require_keys(address)
     with pytest.raises(ConfigError) as connecting:
-        require_loopback(address, connecting=True)
-    assert "encryption has to come first" in str(listening.value)
-    assert "unencrypted" in str(connecting.value)
-    for error in (listening, connecting):
-        assert tunnel in str(error.value)
-        assert "\n" not in str(error.value)
+        require_keys(address, connecting=True)
+    listen, connect = str(listening.value), str(connecting.value)
+    assert "`diloco keygen --keys DIR`" in listen
+    assert "`diloco syncer --bind tcp://gpu.example.org:5555 --keys DIR`" in listen
+    assert "--insecure-plaintext" in listen
+    assert "DILOCO_KEYS;" in connect
+    assert "keys='insecure-plaintext'" in connect
+    assert "\n" not in listen + connect
 
 
 @pytest.mark.parametrize(

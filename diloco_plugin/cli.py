@@ -234,7 +234,7 @@ def _keygen(arguments: argparse.Namespace) -> int:
     if name is None:
         make_syncer_keys(folder)
         lines = [
-            f"{folder}/syncer.key stays here: diloco syncer --keys {folder} --bind tcp://*:5555",
+            f"{folder}/syncer.key stays here: diloco syncer --keys {folder} --bind tcp://0.0.0.0:5555",
             f"{folder}/syncer.pub goes to every learner's machine, into its folder of keys",
         ]
     else:

@@ -66,6 +66,9 @@ class Guard:
     def admit(self, learners: Mapping[bytes, str]) -> None:
         """From now on these keys are let in (public key -> name), and the syncer's own."""
         self._names = {**learners, self.own.public: SYNCER}
+        with self._lock:
+            for key in self._names:
+                self._refused.pop(fingerprint(key), None)
 
     def name_of(self, key: bytes) -> str | None:
         """Whose key this is; None: nobody's who may be here, or not any more."""
@@ -116,6 +119,7 @@ class Guard:
         return [b"1.0", sequence, status, b"", user, b""]
 
     def _note(self, print_: str, address: str) -> None:
+        address = address.removeprefix("::ffff:")  # a v4 address at a v6 socket
         with self._lock:
             self.refused_total += 1
             known = self._refused.pop(print_, None)

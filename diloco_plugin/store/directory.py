@@ -21,8 +21,9 @@ def lock_directory(directory: Path) -> int:
     """
     path = directory / LOCK
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.sync_folder(directory.parent)
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, parents=True)
+            files.sync_folder(directory.parent)
         lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"state: {directory} cannot be used ({error}). Use another.") from error
@@ -41,6 +42,9 @@ def lock_directory(directory: Path) -> int:
         raise ConfigError(
             f"state: {directory} cannot be locked ({error}). Use a file system with locks and room."
         ) from error
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 

@@ -6,7 +6,6 @@ It knows fragments, versions and who answered; it knows nothing about tensors.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 
 from . import actions as act
 from . import policy
@@ -23,11 +22,12 @@ class Rounds:
     """All rounds of a run. Every method may emit actions; nothing else is changed from outside."""
 
     def __init__(
-        self, parameters: Parameters, members: Members, emit: Callable[[act.SyncerAction], None]
+        self, parameters: Parameters, members: Members, out: list[act.SyncerAction]
     ) -> None:
+        """Actions are appended to `out`, the core's."""
         self.parameters = parameters
         self._members = members
-        self._emit = emit
+        self._out = out
         self.versions: list[int] = []
         self.queue: deque[int] = deque()
         self.closing_queue: dict[int, set[Life]] = {}
@@ -60,6 +60,9 @@ class Rounds:
         self.next_round = past.next_round
         for norms, history in zip(self._norms, past.norms, strict=True):
             norms.history.extend(history)
+
+    def _emit(self, action: act.SyncerAction) -> None:
+        self._out.append(action)
 
     # ---- opening ----
 

@@ -59,7 +59,7 @@ class SyncerCore:
         self.clock = 0
         self.members = Members()
         self._out: list[act.SyncerAction] = []
-        self.rounds = Rounds(parameters, self.members, self._out.append)
+        self.rounds = Rounds(parameters, self.members, self._out)
         self.refused: dict[str, int] = {}
         self._lineage = epoch if lineage is None else lineage
         self._seeded = seeded
@@ -77,13 +77,14 @@ class SyncerCore:
 
     def step(self, event: ev.SyncerEvent) -> tuple[act.SyncerAction, ...]:
         """Take one event in; return what is to be done, in order. Raises only on our own bugs."""
-        self._out.clear()
         now = max(event.now_ns, self._now_ns)
         self._mind_the_gap(now)
         self._now_ns = now
         self._dispatch(event, now)
         self._settle(now)
-        return tuple(self._out)
+        actions = tuple(self._out)
+        self._out.clear()
+        return actions
 
     def next_deadline_ns(self) -> int:
         """The latest time at which a Ticked event must come if nothing else happens."""

@@ -97,7 +97,7 @@ class Syncer:
             known = self.core.members.get(event.life) is not None
             self.offers[key] = self.offers.get(key, 0) + known
         before = list(self.core.rounds.versions)
-        actions = self.core.step(event)
+        actions = self.world.decide(self.core, event)
         self.core.check()
         assert all(b <= a for b, a in zip(before, self.core.rounds.versions, strict=False))
         for flight in self.core.rounds.flights.values():

@@ -44,6 +44,7 @@ class World:
         work_ms: float = 4.0,
         merge_failures: float = 0.0,
         durable: bool = False,
+        decide: Callable[[SyncerCore, ev.SyncerEvent], tuple[act.SyncerAction, ...]] | None = None,
     ) -> None:
         """`durable`: what was committed outlives the syncer."""
         self.parameters = parameters or Parameters(fragments=fragments, sync_every=2 * fragments)
@@ -51,6 +52,8 @@ class World:
         self.latency_ms, self.transfer_ms, self.work_ms = latency_ms, transfer_ms, work_ms
         #: share of the merges whose result is not finite
         self.merge_failures = merge_failures
+        #: steps the syncer's core; a test may look over its shoulder
+        self.decide = decide or SyncerCore.step
         self.random = random.Random(seed)  # noqa: S311 - a simulation
         self.durable, self.disk_full = durable, False
         #: what is on disk, and what was said about it

@@ -1,7 +1,7 @@
-"""The command `diloco`: start a syncer, look at one, check that it can be reached, make keys.
+"""The command `diloco`: start a syncer, look at one, check that it can be reached, make keys, replay.
 
-Exit codes: 0 done, 2 wrong usage, 69 unreachable, 70 the self-probe failed, 75 address in use,
-77 refused, 78 configuration.
+Exit codes: 0 done, 1 a replay differs, 2 wrong usage, 4 damaged, 69 unreachable, 70 the self-probe
+failed, 75 address in use, 77 refused, 78 configuration.
 Nothing heavy is imported before a command needs it: ``diloco --help`` answers without torch.
 """
 
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from diloco_plugin._version import __version__
@@ -114,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         "--keys", metavar="DIR", help="folder (default: DILOCO_KEYS, else ~/.config/diloco)"
     )
     keygen.set_defaults(command_function=_keygen, command_parser=keygen)
+
+    replay = commands.add_parser(
+        "replay", help="recompute what a syncer decided, from its tape", allow_abbrev=False
+    )
+    replay.add_argument("path", metavar="PATH", help="directory given with --tape, or one file")
+    replay.set_defaults(command_function=_replay, command_parser=replay)
 
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(command_function=_version, command_parser=version)
@@ -247,6 +254,13 @@ def _keygen(arguments: argparse.Namespace) -> int:
         ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from diloco_plugin.status import printable
+    from diloco_plugin.tape.replay import show
+
+    return show(Path(arguments.path), lambda line: print(printable(line)))
 
 
 def _version(arguments: argparse.Namespace) -> int:

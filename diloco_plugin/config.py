@@ -78,6 +78,13 @@ class SyncerConfig:
         default=False,
         metadata={"help": "listen beyond loopback without keys: anybody may read and join"},
     )
+    tape: str = field(
+        default="",
+        metadata={
+            "help": "record in this directory what happens and what the syncer decides (at most"
+            " 1 GiB), for `diloco replay`"
+        },
+    )
     log_level: str = field(
         default="info", metadata={"help": "how much to log", "choices": LOG_LEVELS}
     )

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.syncer.translation import event_of
+from diloco_plugin.tape.recording import Recorder
 from diloco_plugin.tensors.layout import (
     TensorSpec,
     build_layout,
@@ -67,6 +69,8 @@ class Syncer:
         #: of the process, once `run()` has returned
         self.exit_code = 0
         self._output = Output(config)
+        self._tape = Recorder(Path(config.tape)) if config.tape else None
+        self._decide = self._tape.step if self._tape else SyncerCore.step
         self._init = load_init(config.init) if config.init else None
         now = time.monotonic_ns()
         # Without a store, wall-clock time is what grows from one life to the next.
@@ -168,7 +172,7 @@ class Syncer:
         """Step the core and carry out what it wants; failures to send come back as events."""
         self._pending.append(event)
         while self._pending:
-            for action in self._core.step(self._pending.popleft()):
+            for action in self._decide(self._core, self._pending.popleft()):
                 self._carriers[type(action)](action)
 
     def _post(self, event: ev.SyncerEvent | BaseException) -> None:
@@ -191,6 +195,8 @@ class Syncer:
         self._bulk.stop(BULK_CLOSE_SECONDS)
         self._merging.close(MERGER_CLOSE_SECONDS)
         self._output.close()
+        if self._tape is not None:
+            self._tape.close()
         self._control.door.close()
         self._security.close()
         self._waker.close()
@@ -523,4 +529,6 @@ class Syncer:
                 entry["elements"] = fragment.elements
         body |= self._security.status()
         body["problems"] = [*self._security.problems(), *policy.diagnose(body)]
+        if self._tape is not None and self._tape.trouble:
+            body["problems"].append(f"{self._tape.trouble}; the run goes on")
         return body

@@ -5,7 +5,7 @@ A step is [event, outcome]; the outcome is the list of actions, or a text: what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
@@ -19,9 +19,6 @@ Outcome: TypeAlias = tuple[SyncerAction, ...] | str
 
 EVENTS: Final[dict[str, type[SyncerEvent]]] = {c.__name__: c for c in get_args(SyncerEvent)}
 ACTIONS: Final[dict[str, type[SyncerAction]]] = {c.__name__: c for c in get_args(SyncerAction)}
-_FIELDS: Final = {
-    c: frozenset(f.name for f in fields(c)) for c in (*EVENTS.values(), *ACTIONS.values())
-}
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -81,11 +78,24 @@ def _thing(item: Any, known: dict[str, Any]) -> Any:
             )
         case _:
             raise DamagedError(f"{item!r:.80} on the tape is neither an event nor an action.")
-    wanted = _FIELDS[known[name]]
-    if values.keys() != wanted:
-        odd = ", ".join(sorted(map(str, values.keys() ^ wanted)))
-        raise DamagedError(f"{name} on the tape has other fields than this version's: {odd}.")
     try:
-        return msgspec.convert(values, known[name])
+        made = msgspec.convert(values, known[name])
+        odd = _odd_fields(values, msgspec.to_builtins(made))
     except Exception as error:
         raise DamagedError(f"{name} on the tape has a wrong value: {error}.") from None
+    if odd:
+        raise DamagedError(
+            f"{name} on the tape has other fields than this version's: {', '.join(sorted(odd))}."
+        )
+    return made
+
+
+def _odd_fields(given: Any, made: Any) -> set[str]:
+    """Fields that only one of two trees has: msgspec ignores or fills in those of dataclasses."""
+    if isinstance(made, dict):
+        odd = {str(name) for name in given.keys() ^ made.keys()}
+        return odd.union(*(_odd_fields(given[name], made[name]) for name in given.keys() & made))
+    if isinstance(made, (list, tuple)):
+        pairs = zip(given, made, strict=True)
+        return set[str]().union(*(_odd_fields(one, other) for one, other in pairs))
+    return set()

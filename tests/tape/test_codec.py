@@ -26,6 +26,15 @@ from diloco_plugin.tape.codec import (
 INTS = st.integers(-(2**63), 2**64 - 1)  # what msgpack holds
 TEXTS = st.text()
 LIVES = st.builds(ev.Life, TEXTS, TEXTS)
+CONTRIBUTIONS = st.builds(
+    act.Contribution,
+    life=LIVES,
+    index=INTS,
+    base=INTS,
+    steps=INTS,
+    tokens=INTS,
+    norm=st.floats(allow_nan=False),
+)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: INTS,
     bool: st.booleans(),
@@ -35,6 +44,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     act.Fate: st.sampled_from(act.Fate),
     tuple[int, ...]: st.lists(INTS).map(tuple),
     tuple[ev.Life, ...]: st.lists(LIVES).map(tuple),
+    tuple[act.Contribution, ...]: st.lists(CONTRIBUTIONS).map(tuple),
     int | None: st.none() | INTS,
     tuple[str, str] | None: st.none() | st.tuples(TEXTS, TEXTS),
 }
@@ -104,6 +114,16 @@ def test_every_class_that_the_core_knows_is_known_to_the_tape() -> None:
 def test_anything_else_is_refused_with_our_error(plain: Any) -> None:
     with pytest.raises(DamagedError):
         decode_steps(msgspec.msgpack.encode(plain))
+
+
+def test_an_unknown_field_is_found_at_any_depth() -> None:
+    push = act.Contribution(life=ev.Life("a", "b"), index=0, base=0, steps=1, tokens=1, norm=1.0)
+    commit = act.Commit(round=0, fragment=0, version=1, clock=1, exact=False, contributions=(push,))
+    tree = msgspec.msgpack.decode(encode_step(Step(EVENT, (commit,))))
+    decode_steps(msgspec.msgpack.encode([tree]))
+    tree[1][0][1]["contributions"][0]["more"] = 1
+    with pytest.raises(DamagedError, match=r"Commit .* other fields .*: more"):
+        decode_steps(msgspec.msgpack.encode([tree]))
 
 
 @given(st.binary(max_size=200))

@@ -24,7 +24,8 @@ def eventful(seed: int, turns: int = 40, *, lockstep: bool = False, **world: Any
         close_timeout=10.0,
     )
     steps = draw.choice((0, 300))
-    one = World(parameters, fragments=fragments, seed=seed, steps=steps, **world)
+    durable = draw.random() < 0.5
+    one = World(parameters, fragments=fragments, seed=seed, steps=steps, durable=durable, **world)
     for _ in range(turns):
         happen(one, draw, ("a", "b") if lockstep else ("a", "b", "c", "d"))
         one.run(draw.choice((0.05, 0.3, 1.0, 6.0)))
@@ -40,7 +41,7 @@ def happen(world: World, draw: random.Random, names: tuple[str, ...]) -> None:
         world.learner(name, step_ms=draw.choice((10.0, 40.0, 100.0)), steps=steps)
         return
     match draw.choice(("crash", "cut", "mend", "pause", "go on", "finish", "nan", "explode",
-                       "corrupt", "rival", "restart", "none", "none")):  # fmt: skip
+                       "corrupt", "rival", "restart", "disk", "none", "none")):  # fmt: skip
         case "crash":
             world.crash(name)
         case "cut":
@@ -61,3 +62,7 @@ def happen(world: World, draw: random.Random, names: tuple[str, ...]) -> None:
             world.learner(learner.life.name, step_ms=50, label=f"{name}'")
         case "restart":
             world.restart_syncer()
+        case "disk":
+            world.disk_full = True
+            world.run(1.0)
+            world.disk_full = False

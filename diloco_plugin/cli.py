@@ -1,4 +1,4 @@
-"""The command `diloco`: start a syncer, look at one, check that it can be reached, make keys, replay.
+"""The command `diloco`: start a syncer, look at one, check it, make keys, replay a tape.
 
 Exit codes: 0 done, 1 a replay differs, 2 wrong usage, 4 damaged, 69 unreachable, 70 the self-probe
 failed, 75 address in use, 77 refused, 78 configuration.

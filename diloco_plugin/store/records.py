@@ -83,6 +83,27 @@ def read_records(path: Path, kind: str) -> Scan:
     return Scan(tuple(payloads), end, at, reason, header, previous)
 
 
+def salvage_records(path: Path, kind: str) -> tuple[bytes, ...]:
+    """The payloads of all records that are valid by themselves, also after damaged bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    start = _FILE.pack(_FILE_MAGIC, _kind_bytes(kind), b"")[:-8]
+    if not data.startswith(start) or len(data) < FILE_BYTES:
+        return ()
+    header = _u32(data, _FILE.size)
+    found: list[bytes] = []
+    at = data.find(_MAGIC, FILE_BYTES)
+    while at >= 0:
+        record = _record(data, at, header)
+        if record:
+            found.append(record[3])
+        at = data.find(_MAGIC, at + (RECORD_BYTES + len(record[3]) if record else 1))
+    return tuple(found)
+
+
 class RecordFile:
     """A file of records that is open for appending. One thread at a time.
 

@@ -200,6 +200,43 @@ class TellFate(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestState(Action):
+    """Ask a donor for a snapshot of its inner optimizer state, for a learner that joins."""
+
+    donor: Life
+    ticket: int
+    joiner: Life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferState(Action):
+    """Let a joiner fetch a donor's snapshot, of so many bytes, as of its step `clock`."""
+
+    joiner: Life
+    ticket: int
+    donor: Life
+    clock: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndState(Action):
+    """A ticket is over: pass nothing on any more, and let the donor forget its snapshot."""
+
+    donor: Life
+    ticket: int
+    joiner: Life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseState(Action):
+    """Tell a joiner that nobody gives it: it begins with what it has."""
+
+    joiner: Life
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteRun(Action):
     """Tell these learners that the run has reached its last step."""
 
@@ -230,7 +267,7 @@ class Stop(Action):
     reason: str
 
 
-# ---- of the learner; the first four are for the training thread ----
+# ---- of the learner; the first five are for the training thread ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +294,14 @@ class CaptureBase(Action):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore(Action):
     """Overwrite the local values with the base: blending left the learner off the global model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyState(Action):
+    """Begin with the inner optimizer state that has arrived; `source` says whose it is."""
+
+    ticket: int
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +346,36 @@ class Release(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchState(Action):
+    """Fetch a peer's inner optimizer state, and see whether it fits."""
+
+    ticket: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropState(Action):
+    """Stop fetching it, and forget what has arrived."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SayState(Action):
+    """Tell the syncer that nothing more is needed, or why what it offered cannot be used."""
+
+    ticket: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteState(Action):
+    """Say which inner optimizer state this training begins with."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSeed(Action):
     """The base is ready to be fetched by the syncer."""
 
@@ -312,6 +387,7 @@ class SayHello(Action):
     epoch: int
     versions: tuple[int, ...]
     clock: int
+    wants_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,10 +428,11 @@ class Leave(Action):
 
 SyncerAction: TypeAlias = (
     Admit | Refuse | TellPlace | AskHello | Probe | Dismiss | RequestSeed | Pull | Receive
-    | Discard | Fold | Merge | Drop | Commit | Announce | TellFate | CompleteRun | Caution | Note
-    | Stop
+    | Discard | Fold | Merge | Drop | Commit | Announce | TellFate | RequestState | OfferState
+    | EndState | RefuseState | CompleteRun | Caution | Note | Stop
 )  # fmt: skip
 LearnerAction: TypeAlias = (
-    Apply | Snapshot | CaptureBase | Restore | Offer | Unstage | Forfeit | Fetch | Release
-    | ServeSeed | SayHello | Reconnect | Beat | Report | SayTaken | AskClose | Leave | Note
+    Apply | Snapshot | CaptureBase | Restore | ApplyState | Offer | Unstage | Forfeit | Fetch
+    | Release | FetchState | DropState | SayState | NoteState | ServeSeed | SayHello | Reconnect
+    | Beat | Report | SayTaken | AskClose | Leave | Note
 )  # fmt: skip

@@ -44,6 +44,8 @@ class Knocked(FromLife):
     epoch: int = 0
     versions: tuple[int, ...] = ()
     data_seed: int | None = None
+    #: it has no progress of its own: it would take the inner optimizer state of another one
+    wants_state: bool = False
     problem: tuple[str, str] | None = None
 
 
@@ -124,6 +126,34 @@ class CloseAsked(FromLife):
 class Barred(FromLife):
     """The operator does not admit this learner any more."""
 
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOffered(FromLife):
+    """A donor's snapshot of its inner optimizer state, as of `clock`, can be fetched; `nothing`
+    says why not.
+    """
+
+    ticket: int
+    clock: int = 0
+    #: bytes
+    size: int = 0
+    nothing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTaken(FromLife):
+    """A joiner has the inner optimizer state that it begins with, a peer's or its own."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFailed(FromLife):
+    """What was offered to this joiner cannot be used there, or does not come."""
+
+    ticket: int
     reason: str
 
 
@@ -271,6 +301,38 @@ class FateTold(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateAnnounced(Event):
+    """A peer's inner optimizer state, as of its step `clock`, can be fetched: `size` bytes."""
+
+    ticket: int
+    donor: str
+    clock: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateArrived(Event):
+    """All of it is here, and it fits this learner's optimizer."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateUnusable(Event):
+    """It does not fit, is damaged, or does not come."""
+
+    ticket: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRefused(Event):
+    """Nobody gives it: training begins without."""
+
+    reason: str
+
+
 class SyncerHeard(Event):
     """Any sign of life of the syncer."""
 
@@ -302,13 +364,15 @@ class FinishAsked(Event):
     """Training is over here: close and leave."""
 
 
+StateEvent: TypeAlias = StateAnnounced | StateArrived | StateUnusable | StateRefused
 SyncerEvent: TypeAlias = (
     Knocked | Heard | Progressed | ProbeAnswered | Offered | Received | TransferFailed
-    | SeedReceived | SeedFailed | TookModel | CloseAsked | Barred | Left | Vanished | MergeDone
-    | CommitDone | CommitFailed | PlaceAsked | StopAsked | Ticked
+    | SeedReceived | SeedFailed | TookModel | CloseAsked | StateOffered | StateTaken | StateFailed
+    | Barred | Left | Vanished | MergeDone | CommitDone | CommitFailed | PlaceAsked | StopAsked
+    | Ticked
 )  # fmt: skip
 LearnerEvent: TypeAlias = (
     Stepped | Paused | Welcomed | TurnedAway | SeedAsked | Pulled | Announced | Arrived
-    | FetchFailed | Rebased | PushSent | FateTold | SyncerHeard | Connected | Lost | Strange
-    | RunCompleted | FinishAsked | Ticked
+    | FetchFailed | Rebased | PushSent | FateTold | StateEvent | SyncerHeard | Connected | Lost
+    | Strange | RunCompleted | FinishAsked | Ticked
 )  # fmt: skip

@@ -11,6 +11,7 @@ from . import actions as act
 from . import events as ev
 from . import parts, policy
 from .closing import Closing
+from .handover import Wish
 from .link import Duty, Link, Standing
 from .pace import Pace
 from .parameters import Parameters
@@ -22,10 +23,17 @@ class LearnerCore:
     """Decides; carries nothing out."""
 
     def __init__(
-        self, *, incarnation: str, staging: int = 2, arrivals: int = 2, now_ns: int = 0
+        self,
+        *,
+        incarnation: str,
+        staging: int = 2,
+        arrivals: int = 2,
+        now_ns: int = 0,
+        wish: Wish | None = None,
     ) -> None:
         """A learner that knows nobody yet; `staging`, `arrivals`: the shell's buffers of each."""
         self.link = Link(incarnation, now_ns)
+        self.wish = wish or Wish(wanted=False, own=0)
         self.parameters: Parameters | None = None
         self._lockstep, self._overlap = False, 0
         self.parts: list[Part] = []
@@ -67,6 +75,7 @@ class LearnerCore:
         self._now_ns = max(self._now_ns, event.now_ns)
         match event:
             case ev.Stepped():
+                self._out += self.wish.give_up()
                 self._note(self.link.refusal_news())
                 self._count(event)
                 self._mark_due()
@@ -87,6 +96,16 @@ class LearnerCore:
     def closing(self) -> bool:
         """Is training over here?"""
         return self._closing.begun
+
+    @property
+    def holds_model(self) -> bool:
+        """Is a version of every fragment in the parameters?"""
+        return all(part.base >= 0 for part in self.parts)
+
+    @property
+    def joined(self) -> bool:
+        """May training begin?"""
+        return self.link.standing is Standing.LIVE and not self.wish.open
 
     @property
     def step_ns(self) -> int:
@@ -135,7 +154,8 @@ class LearnerCore:
                 released = True
             elif part.arrived is not None and self._may_apply(part):
                 self._apply(index, part, part.arrived)
-        if self.link.standing is Standing.TAKING and all(part.base >= 0 for part in self.parts):
+        self._out += self.wish.take()
+        if self.link.standing is Standing.TAKING and self.holds_model and not self.wish.open:
             self.link.standing = Standing.LIVE
             self._taken_unheard = True
             self._out.append(act.SayTaken())
@@ -255,6 +275,8 @@ class LearnerCore:
             if self.complete is None:
                 self._note(f"{event.reason}: stop training; learner.should_stop is True")
             self.complete = event.reason
+        elif isinstance(event, ev.StateEvent):
+            self._out += self.wish.hear(event)
         elif self.link.connected and not isinstance(event, ev.SyncerHeard):
             self._about_model(event)
 
@@ -337,6 +359,7 @@ class LearnerCore:
 
     def _let_go(self) -> None:
         """What was on its way is void: the buffers are free again (those of pushes by PushSent)."""
+        self._out += self.wish.drop()
         unsure = self._seed_serving  # somebody else may seed the run: our base is of no lineage
         self._seed_pending = self._seed_serving = self._taken_unheard = False
         for index, part in enumerate(self.parts):
@@ -361,10 +384,14 @@ class LearnerCore:
                 self._out.append(act.Beat())
                 self._say_again()
             case Duty.CALL:
-                whole = all(part.base >= 0 for part in self.parts)
-                versions = tuple(part.base for part in self.parts) if whole else ()
+                versions = tuple(part.base for part in self.parts) if self.holds_model else ()
                 self._out.append(
-                    act.SayHello(epoch=self.link.epoch, versions=versions, clock=self.clock)
+                    act.SayHello(
+                        epoch=self.link.epoch,
+                        versions=versions,
+                        clock=self.clock,
+                        wants_state=self.wish.open,
+                    )
                 )
             case Duty.DEAD:
                 self._lose("it has been silent for a whole lease")

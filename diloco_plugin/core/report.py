@@ -76,6 +76,7 @@ def _fates(core: SyncerCore) -> dict[str, Any]:
 
 def check(core: SyncerCore) -> None:
     """Assert every invariant. Cheap enough for every step of a test."""
+    core.handovers.check()
     rounds, seeding = core.rounds, core.state.value == "seeding"
     told = sum(rounds.fates.values())
     assert rounds.offered == told + rounds.pending(), "a push without fate"

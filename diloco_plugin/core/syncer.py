@@ -15,6 +15,7 @@ from . import events as ev
 from . import policy, report
 from .claims import Claims
 from .events import Knocked, Life
+from .handover import Handovers
 from .members import MEMBERS_MAX, Member, Members, Stage
 from .parameters import SECOND_NS, Parameters
 from .past import Past
@@ -60,6 +61,7 @@ class SyncerCore:
         self.members = Members()
         self._out: list[act.SyncerAction] = []
         self.rounds = Rounds(parameters, self.members, self._out)
+        self.handovers = Handovers(parameters, self.members, self._out)
         self.refused: dict[str, int] = {}
         self._lineage = epoch if lineage is None else lineage
         self._seeded = seeded
@@ -92,6 +94,7 @@ class SyncerCore:
         deadlines += [member.lease_until_ns for member in self.members]
         deadlines += self._claims.deadlines()
         deadlines += self.rounds.deadlines()
+        deadlines += self.handovers.deadlines()
         if self.state is RunState.ENDING:
             deadlines.append(self._end_deadline_ns)
         return max(self._now_ns, min(deadlines))
@@ -116,6 +119,8 @@ class SyncerCore:
                 self.rounds.receive(event)
             case ev.TransferFailed():
                 self.rounds.fail(event)
+            case ev.StateOffered() | ev.StateTaken() | ev.StateFailed():
+                self.handovers.hear(event, self.clock)
             case ev.PlaceAsked():
                 index = self.members.reserve(event.name, now)
                 count = self.parameters.learners
@@ -244,6 +249,7 @@ class SyncerCore:
     def _readmit(self, member: Member, knock: Knocked, now: int) -> None:
         """The same life comes back over a new connection: what was on the old one is lost."""
         self.rounds.forget(member.life)
+        self.handovers.forget(member.life)
         member.lease_until_ns = now + self.parameters.lease_ns
         member.moved_ns = now
         member.closing = False
@@ -273,6 +279,8 @@ class SyncerCore:
             )
         )
         self.members.ledger(member.life).kin = keep
+        if knock.wants_state:
+            self.handovers.want(member.life, self._now_ns)
         if not keep:
             return  # _settle hands it the whole model
         member.stage = Stage.LIVE
@@ -324,6 +332,7 @@ class SyncerCore:
     def _turn_out(self, member: Member, reason: str, *, tell: bool) -> None:
         self.members.remove(member.life)
         self.rounds.forget(member.life)
+        self.handovers.forget(member.life)
         if member.stage is Stage.SEEDING:
             self._unseed()
         self._out.append(act.Dismiss(life=member.life, reason=reason, tell=tell))
@@ -363,6 +372,7 @@ class SyncerCore:
         if self.state in (RunState.RUNNING, RunState.ENDING):
             self.rounds.launch(now, self.clock)
         self.rounds.settle(now)
+        self.handovers.settle(now, self.clock)
         if self.state is RunState.ENDING and (
             not len(self.members) or now >= self._end_deadline_ns
         ):

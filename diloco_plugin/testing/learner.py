@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.events import Life
+from diloco_plugin.core.handover import Wish
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
 from diloco_plugin.testing.wire import MS, Progress, Wire
@@ -31,6 +32,7 @@ class Learner:
         steps: int | None,
         data_seed: int | None,
         norm: float,
+        wants_state: bool,
     ) -> None:
         self.world, self.step_ms, self.max_steps = world, step_ms, steps
         self.data_seed, self.norm, self.finite = data_seed, norm, True
@@ -43,7 +45,10 @@ class Learner:
             staging=self.staging,
             arrivals=self.arrivals,
             now_ns=world.now_ns,
+            wish=Wish(wanted=wants_state, own=0),
         )
+        #: how it came by its inner optimizer state; empty while that is open
+        self.inner = "" if wants_state else "fresh"
         self.wire: Wire | None = None
         self.reachable = self.alive = True
         #: training stands still (validation, a debugger)
@@ -61,6 +66,7 @@ class Learner:
         self._fetching: dict[int, int] = {}
         self._arrived: set[int] = set()
         self._rebasing: dict[int, int] = {}
+        self._state_fetched = self._state_here = 0
         self._deadline_ns = -1
 
     # ---- the training thread ----
@@ -77,13 +83,14 @@ class Learner:
                 self._go()
                 return
             self.step(ev.FinishAsked(now_ns=now))
-        elif self._joining and self.core.link.standing is not Standing.LIVE:
+        elif self._joining and not self.core.joined:
             self.step(ev.Paused(now_ns=now))
         elif self.core.must_wait():
             assert self.world.parameters.lockstep, "a learner waits for another"
             self.waits += 1
             self.step(ev.Paused(now_ns=now))
         else:
+            assert self.inner or not self._joining, "it trains before its state is decided"
             self._joining = False
             delay = self.world.work_ns(self.step_ms)
             self.world.at(delay, self._steps)
@@ -256,7 +263,22 @@ class Learner:
             case act.Leave():
                 self.send(ev.Left(now_ns=now, life=life))
             case _:
-                pass
+                self._carry_out_state(action)
+
+    def _carry_out_state(self, action: act.LearnerAction) -> None:
+        match action:
+            case act.ApplyState():
+                assert action.ticket == self._state_here
+                assert self.core.steps == 0, "a peer's state replaces its own"
+                self.inner = action.source
+            case act.FetchState():
+                self._state_fetched, self._state_here = action.ticket, 0
+            case act.DropState():
+                self._state_fetched = self._state_here = 0
+            case act.NoteState():
+                self.inner = action.text
+            case act.SayState():
+                self._say_state(action)
 
     def _progress(self, fragment: int) -> Progress:
         return Progress(fragment, self.core.parts[fragment].base, self._lineage[fragment])
@@ -332,6 +354,37 @@ class Learner:
 
         self.world.at(self.world.work_ns(self.world.transfer_ms), self._while_alive(arrives))
 
+    def give_state(self, ticket: int) -> None:
+        """The syncer asks for a snapshot of the inner optimizer state."""
+        nothing = "" if self.finite else "it is not finite"
+        offered = ev.StateOffered(
+            now_ns=0, life=self.life, ticket=ticket, clock=self.core.clock, size=1, nothing=nothing
+        )
+        if self.alive:
+            self.send(offered)
+
+    def state_arrives(self, ticket: int) -> None:
+        """All bytes of a peer's state are here, if they were still wanted."""
+        if self.alive and ticket == self._state_fetched:
+            self._state_fetched, self._state_here = 0, ticket
+            fits = self.corrupt == 0
+            self.corrupt = max(0, self.corrupt - 1)
+            if fits:
+                self.step(ev.StateArrived(now_ns=0, ticket=ticket))
+            else:
+                self._state_here = 0
+                self.step(ev.StateUnusable(now_ns=0, ticket=ticket, reason="corrupt"))
+
+    def _say_state(self, action: act.SayState) -> None:
+        if action.problem:
+            self.send(
+                ev.StateFailed(
+                    now_ns=0, life=self.life, ticket=action.ticket, reason=action.problem
+                )
+            )
+        else:
+            self.send(ev.StateTaken(now_ns=0, life=self.life, ticket=action.ticket))
+
     def _hello(self, action: act.SayHello) -> None:
         self.send(
             ev.Knocked(
@@ -341,6 +394,7 @@ class Learner:
                 epoch=action.epoch,
                 versions=action.versions,
                 data_seed=self.data_seed,
+                wants_state=action.wants_state,
             ),
             any_epoch=True,
         )

@@ -41,6 +41,8 @@ class Syncer:
             for fragment, version in world.announced.items():
                 assert self.durable[fragment] >= version, "an announced version is lost"
             self.announced = world.announced
+        #: inner optimizer states on their way
+        self.tickets: set[int] = set()
         self._holding: dict[tuple[Life, int], Progress] = {}
         self._deadline_ns = -1
         self._ticks = (0, 0)
@@ -205,7 +207,7 @@ class Syncer:
                 for life in action.lives:
                     self.send(life, ev.Lost(now_ns=0, reason=action.reason, deliberate=True))
             case _:
-                pass
+                self._carry_out_state(action)
 
     def _probe(self, probe: act.Probe) -> None:
         wire, learner = self.routes.get(probe.life), self.world.by_life(probe.life)
@@ -214,6 +216,53 @@ class Syncer:
         answer = ev.ProbeAnswered(now_ns=0, life=probe.life, nonce=probe.nonce)
         delay = self.world.travel_ns(wire, "down")
         self.world.at(delay, lambda: learner.send(answer, any_epoch=True))
+
+    def _carry_out_state(self, action: act.SyncerAction) -> None:
+        match action:
+            case act.RequestState():
+                self._ask_for_state(action)
+            case act.OfferState():
+                self._offer_state(action)
+            case act.EndState():
+                self.tickets.discard(action.ticket)
+            case act.RefuseState():
+                self.send(action.joiner, ev.StateRefused(now_ns=0, reason=action.reason))
+
+    def _ask_for_state(self, action: act.RequestState) -> None:
+        wire, donor = self.routes.get(action.donor), self.world.by_life(action.donor)
+        self.tickets.add(action.ticket)
+        if wire is None or donor is None or donor.wire is not wire or wire.silent:
+            return
+        delay = self.world.travel_ns(wire, "down") + self.world.work_ns(self.world.work_ms)
+        self.world.at(delay, lambda: donor.give_state(action.ticket))
+
+    def _offer_state(self, action: act.OfferState) -> None:
+        announced = ev.StateAnnounced(
+            now_ns=0,
+            ticket=action.ticket,
+            donor=action.donor.name,
+            clock=action.clock,
+            size=action.size,
+        )
+        self.send(action.joiner, announced)
+
+        def arrives() -> None:
+            donor, joiner = self.world.by_life(action.donor), self.world.by_life(action.joiner)
+            if action.ticket not in self.tickets or not self.alive:
+                return
+            wires = [self.routes.get(action.donor), self.routes.get(action.joiner)]
+            ends = [one.wire if one is not None else None for one in (donor, joiner)]
+            if None in ends or wires != ends or any(w is None or w.silent for w in wires):
+                lease = self.core.parameters.lease_ns
+                failed = ev.StateFailed(
+                    now_ns=0, life=action.joiner, ticket=action.ticket, reason="stalled"
+                )
+                self.world.at(lease, lambda: self.step(failed))
+                return
+            assert joiner is not None
+            joiner.state_arrives(action.ticket)
+
+        self.world.at(self.world.work_ns(2 * self.world.transfer_ms), arrives)
 
     def _receive(self, action: act.Receive) -> None:
         assert action.life in self.taken, "who never took the model contributes"

@@ -108,13 +108,14 @@ class World:
         steps: int | None = None,
         data_seed: int | None = None,
         norm: float = 1.0,
+        wants_state: bool = True,
         label: str = "",
     ) -> Learner:
         """Start a learner (again); it finishes after so many steps.
 
         `label` tells two processes apart that use the same name.
         """
-        learner = Learner(self, name, step_ms, steps, data_seed, norm)
+        learner = Learner(self, name, step_ms, steps, data_seed, norm, wants_state)
         self.learners[label or name] = learner
         learner.connect()
         learner.turn()

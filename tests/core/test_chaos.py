@@ -138,6 +138,7 @@ class Chaos(RuleBasedStateMachine):
             complete = not self.lockstep or len({one.life.name for one in staying}) == 2
             assert core.rounds.merged > merged or not complete, "nothing is merged any more"
             assert all(m.stage is Stage.LIVE for m in core.members)
+            assert all(one.inner for one in staying if one.core.link.connected), "still undecided"
         for learner in staying:
             learner.finish()
         world.run(40.0)

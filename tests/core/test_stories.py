@@ -54,6 +54,16 @@ def _event(event: ev.Event) -> str | None:
             return f"{life.name}'s model is here"
         case ev.TookModel(life=life):
             return f"{life.name} holds the model"
+        case ev.StateOffered(life=life, nothing=""):
+            return (
+                f"{life.name}'s inner state of step {event.clock} is ready (ticket {event.ticket})"
+            )
+        case ev.StateOffered(life=life):
+            return f"{life.name} cannot give its inner state: {event.nothing}"
+        case ev.StateTaken(life=life):
+            return f"{life.name} needs no inner state any more"
+        case ev.StateFailed(life=life):
+            return f"{life.name} did not get ticket {event.ticket}: {event.reason}"
         case ev.ProbeAnswered(life=life):
             return f"{life.name} is still here"
         case ev.MergeDone():
@@ -100,6 +110,14 @@ def _action(action: act.Action) -> str | None:
             )
         case act.TellFate(life=life):
             return f"tell {life.name}: round {action.round} {action.fate.value} ({action.reason})"
+        case act.RequestState(donor=donor):
+            return f"ask {donor.name} for its inner state (ticket {action.ticket})"
+        case act.OfferState(joiner=joiner):
+            return f"let {joiner.name} fetch ticket {action.ticket}"
+        case act.EndState():
+            return f"ticket {action.ticket} is over"
+        case act.RefuseState(joiner=joiner):
+            return f"no inner state for {joiner.name}: {action.reason}"
         case act.CompleteRun(lives=lives):
             return f"tell {_names(lives)}: {action.reason}"
         case act.Note() | act.Caution():
@@ -142,8 +160,9 @@ class Story:
         self.world = World(parameters, fragments=parameters.fragments, **world)
 
     def _start(self, *names: str, **options: Any) -> None:
+        wants_state = bool(options.pop("wants_state", False))
         for name in names:
-            self.world.learner(name, **options)
+            self.world.learner(name, wants_state=wants_state, **options)
 
     def _run(self, seconds: str) -> None:
         self.world.run(float(seconds))

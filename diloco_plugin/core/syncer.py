@@ -125,8 +125,6 @@ class SyncerCore:
                 index = self.members.reserve(event.name, now)
                 count = self.parameters.learners
                 self._out.append(act.TellPlace(name=event.name, index=index, count=count))
-            case ev.Ticked():
-                pass
             case ev.FromLife():
                 member = self.members.get(event.life)
                 if member is not None:

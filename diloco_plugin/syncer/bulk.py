@@ -22,6 +22,7 @@ from diloco_plugin.errors import WireError
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, Sent
 from diloco_plugin.syncer.model import GlobalModel, WireCopy
+from diloco_plugin.syncer.relay import Relays
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.tensors.codec import Codec, codec
 from diloco_plugin.wire.chunks import (
@@ -50,6 +51,7 @@ class Reports(Protocol):
     def push_failed(self, life: Life, round_: int, fragment: int, reason: str) -> None: ...
     def seed_arrived(self, life: Life) -> None: ...
     def seed_failed(self, life: Life, reason: str) -> None: ...
+    def state_failed(self, joiner: Life, ticket: int, reason: str) -> None: ...
     def strange_bytes(self, reason: str) -> None: ...
     def broken(self, error: BaseException) -> None: ...
 
@@ -106,6 +108,7 @@ class Bulk:
         self._incoming: dict[PushKey, Incoming] = {}
         self._waiting: deque[PushKey] = deque()
         self._seed: Incoming | None = None
+        self._relays = Relays(self._tell, reports.state_failed)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waker = Waker()
         self._stopping = False
@@ -148,6 +151,14 @@ class Bulk:
     def discard(self, life: Life, round_: int) -> None:
         """A push will not be merged; if its bytes are complete already, this does nothing."""
         self._command(lambda: self._discard((life, round_)))
+
+    def relay(self, ticket: int, donor: Life, joiner: Life, size: int) -> None:
+        """Pass an inner optimizer state on, from one learner to another."""
+        self._command(lambda: self._relays.begin(ticket, donor, joiner, size))
+
+    def end_relay(self, ticket: int) -> None:
+        """A ticket is over."""
+        self._command(lambda: self._relays.end(ticket))
 
     def release(self, slot: Tensor) -> None:
         """A push was folded or is not wanted: its memory is free again."""
@@ -204,6 +215,8 @@ class Bulk:
                 self._greet(route, message.token, key)
             elif route not in self._peers or self._peers[route].key != key:
                 raise WireError("stranger", "a bulk message before a token")
+            elif isinstance(message, (Want, Chunk, Gone)) and message.kind == "state":
+                self._pass_on(self._peers[route].life, message, frames)
             elif isinstance(message, Want):
                 self._serve(route, message)
             elif isinstance(message, Chunk):
@@ -212,6 +225,15 @@ class Bulk:
                 self._gone(self._peers[route].life, message)
         except WireError as error:
             self._reports.strange_bytes(error.reason)
+
+    def _pass_on(self, life: Life, message: Want | Chunk | Gone, frames: list[Any]) -> None:
+        match message:
+            case Want():
+                self._relays.want(life, message)
+            case Chunk():
+                self._relays.chunk(life, message, frames)
+            case Gone():
+                self._relays.gone(life, message)
 
     def _greet(self, route: bytes, token: bytes, key: bytes) -> None:
         life = self._tokens.get(token)
@@ -226,6 +248,7 @@ class Bulk:
             if transfer is not None and transfer.life == life and transfer.receiver is not None:
                 transfer.receiver.restart()
                 self._grant(transfer)
+        self._relays.greeted(life)
 
     def _forget(self, life: Life) -> None:
         for token in [t for t, holder in self._tokens.items() if holder == life]:
@@ -265,6 +288,7 @@ class Bulk:
     def _give_up_on_the_silent(self) -> None:
         """A transfer that stands still must not hold its room, nor its round."""
         limit = time.monotonic() - self._patience
+        self._relays.give_up_on_the_silent(limit)
         for transfer in [*self._incoming.values(), self._seed]:
             if transfer is None or transfer.receiver is None or transfer.moved >= limit:
                 continue
@@ -396,6 +420,11 @@ class Bulk:
                 return
         if last >= chunk_count(elements) - 1:
             peer.reading.pop(want.fragment, None)
+
+    def _tell(self, life: Life, *frames: Any) -> None:
+        route = self._routes.get(life)
+        if route is not None:
+            self._send(route, *frames)
 
     def _send(self, route: bytes, *frames: Any) -> bool:
         """Queue one message. False: nobody is there (any more), or nobody reads."""

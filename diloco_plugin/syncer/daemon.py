@@ -46,6 +46,7 @@ from diloco_plugin.tensors.layout import (
 )
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import encode
+from diloco_plugin.wire.manifest import size_max
 
 log = logging.getLogger("diloco.syncer")
 
@@ -242,7 +243,15 @@ class Syncer:
             return
         if isinstance(message, msg.Heartbeat):
             self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
+        if isinstance(message, msg.StateAnswer) and message.size > self._state_max():
+            message = msg.StateAnswer(
+                epoch=epoch, ticket=message.ticket, nothing=f"too large ({message.size:,} bytes)"
+            )
         self._step(event_of(message, life, now))
+
+    def _state_max(self) -> int:
+        model = self._merging.model
+        return size_max(model.layout.elements) if model is not None else 0
 
     def _inform(self, heard: Heard, now: int) -> None:
         """Answer somebody who need not be a learner (yet)."""
@@ -280,6 +289,7 @@ class Syncer:
                 epoch=hello.epoch,
                 versions=hello.versions,
                 data_seed=hello.data_seed,
+                wants_state=hello.wants_state,
                 problem=problem,
             )
         )
@@ -345,6 +355,11 @@ class Syncer:
         """Bulk thread: a learner's model did not come."""
         self._post(ev.SeedFailed(now_ns=time.monotonic_ns(), life=life, reason=reason))
 
+    def state_failed(self, joiner: Life, ticket: int, reason: str) -> None:
+        """Bulk thread: an inner optimizer state does not pass."""
+        now = time.monotonic_ns()
+        self._post(ev.StateFailed(now_ns=now, life=joiner, ticket=ticket, reason=reason))
+
     def strange_bytes(self, reason: str) -> None:
         """Bulk thread: a peer broke the protocol."""
         self._strange_bulk[reason] += 1
@@ -373,6 +388,10 @@ class Syncer:
             act.Commit: self._commit,
             act.Announce: self._announce,
             act.TellFate: self._tell_fate,
+            act.RequestState: self._request_state,
+            act.OfferState: self._offer_state,
+            act.EndState: self._end_state,
+            act.RefuseState: lambda a: self._send(a.joiner, msg.NoState(reason=a.reason)),
             act.CompleteRun: lambda a: self._tell_all(a.lives, msg.RunComplete(reason=a.reason)),
             act.Caution: self._caution,
             act.Note: lambda a: log.info("%s", a.text),
@@ -489,6 +508,21 @@ class Syncer:
             reason=action.reason,
         )
         self._send(action.life, fate)
+
+    def _request_state(self, action: act.RequestState) -> None:
+        self._send(action.donor, msg.StateRequest(ticket=action.ticket))
+
+    def _offer_state(self, action: act.OfferState) -> None:
+        log.info("learner %s gives its inner state to %s", action.donor, action.joiner)
+        self._bulk.relay(action.ticket, action.donor, action.joiner, action.size)
+        offer = msg.StateOffer(
+            ticket=action.ticket, donor=action.donor.name, clock=action.clock, size=action.size
+        )
+        self._send(action.joiner, offer)
+
+    def _end_state(self, action: act.EndState) -> None:
+        self._bulk.end_relay(action.ticket)
+        self._send(action.donor, msg.StateOver(ticket=action.ticket))
 
     def _caution(self, action: act.Caution) -> None:
         log.warning("learner %s: %s", action.life, action.text)

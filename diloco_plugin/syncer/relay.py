@@ -38,9 +38,7 @@ class Relay:
 class Relays:
     """All tickets that are open."""
 
-    def __init__(
-        self, send: Callable[..., None], failed: Callable[[Life, int, str], None]
-    ) -> None:
+    def __init__(self, send: Callable[..., None], failed: Callable[[Life, int, str], None]) -> None:
         """`send(life, *frames)` to a learner, if it is there; `failed(joiner, ticket, reason)`."""
         self._send = send
         self._failed = failed

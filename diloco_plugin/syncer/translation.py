@@ -35,6 +35,21 @@ def event_of(message: msg.ToSyncer, life: Life, now: int) -> ev.SyncerEvent:
             return ev.ProbeAnswered(now_ns=now, life=life, nonce=message.nonce)
         case msg.CloseRequest():
             return ev.CloseAsked(now_ns=now, life=life, fragments=message.fragments)
+        case msg.StateAnswer():
+            return ev.StateOffered(
+                now_ns=now,
+                life=life,
+                ticket=message.ticket,
+                clock=message.clock,
+                size=message.size,
+                nothing=message.nothing,
+            )
+        case msg.StateResult(problem=""):
+            return ev.StateTaken(now_ns=now, life=life, ticket=message.ticket)
+        case msg.StateResult():
+            return ev.StateFailed(
+                now_ns=now, life=life, ticket=message.ticket, reason=message.problem
+            )
         case msg.Goodbye():
             return ev.Left(now_ns=now, life=life)
         case _:

@@ -62,6 +62,8 @@ class Hello(Message, frozen=True):
     #: the model's config.json, if it has one; travels into the published folder
     model_config: Annotated[str, msgspec.Meta(max_length=MODEL_CONFIG_BYTES_MAX)] = ""
     version: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    #: I have no progress of my own: give me a peer's inner optimizer state
+    wants_state: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -108,6 +110,26 @@ class CloseRequest(Message, frozen=True):
 
     epoch: Count
     fragments: Annotated[tuple[Count, ...], msgspec.Meta(max_length=FRAGMENTS_MAX)]
+
+
+class StateAnswer(Message, frozen=True):
+    """My inner optimizer state as of `clock`: `size` bytes, to be fetched. `nothing` says why not,
+    and then nothing follows.
+    """
+
+    epoch: Count
+    ticket: Count
+    clock: Count = 0
+    size: Count = 0
+    nothing: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
+class StateResult(Message, frozen=True):
+    """I need no inner state any more, or why what I was offered is of no use (`problem`)."""
+
+    epoch: Count
+    ticket: Count
+    problem: Annotated[str, msgspec.Meta(max_length=512)] = ""
 
 
 class Goodbye(Message, frozen=True):
@@ -199,6 +221,33 @@ class Fate(Message, frozen=True):
     reason: Text = ""
 
 
+class StateRequest(Message, frozen=True):
+    """Somebody joins: make a snapshot of your inner optimizer state, and say when it is there."""
+
+    ticket: Count
+
+
+class StateOver(Message, frozen=True):
+    """The snapshot that you made for this ticket is not needed any more."""
+
+    ticket: Count
+
+
+class StateOffer(Message, frozen=True):
+    """A peer's inner optimizer state, as of its step `clock`: `size` bytes, to be fetched."""
+
+    ticket: Count
+    donor: Name
+    clock: Count
+    size: Count
+
+
+class NoState(Message, frozen=True):
+    """Nobody gives you an inner optimizer state: begin with what you have."""
+
+    reason: Text
+
+
 class Probe(Message, frozen=True):
     """Somebody claims your name. Are you still there?"""
 
@@ -255,7 +304,8 @@ class Want(Message, frozen=True):
     """Send me chunks `first` to `first + count - 1` of this transfer.
 
     kind "push": syncer to learner, `key` is the round. kind "seed": syncer to learner, `key` is 0.
-    kind "fetch": learner to syncer, `key` is the version.
+    kind "fetch": learner to syncer, `key` is the version. kind "state": joiner to syncer, which
+    passes it on to the donor; `key` is the ticket, fragment is 0, chunks are of bytes.
     """
 
     kind: Annotated[str, msgspec.Meta(max_length=8)]
@@ -284,11 +334,12 @@ class Gone(Message, frozen=True):
 
 
 ToSyncer: TypeAlias = (
-    Hello | Heartbeat | Progress | Offer | Taken | ProbeAnswer | CloseRequest | Goodbye
-    | PlaceRequest | StatusRequest
+    Hello | Heartbeat | Progress | Offer | Taken | ProbeAnswer | CloseRequest | StateAnswer
+    | StateResult | Goodbye | PlaceRequest | StatusRequest
 )  # fmt: skip
 ToLearner: TypeAlias = (
     Welcome | Refuse | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce | Fate
-    | Probe | Fence | RunComplete | GoingAway | Warn | Place | Status
+    | StateRequest | StateOver | StateOffer | NoState | Probe | Fence | RunComplete | GoingAway
+    | Warn | Place | Status
 )  # fmt: skip
 Bulk: TypeAlias = BulkHello | Want | Chunk | Gone

@@ -154,7 +154,9 @@ class Handovers:
         found.donor = min(idle, key=lambda member: (-member.clock, member.life.name)).life
         found.ticket, found.leg = self._tickets, Leg.ASKED
         found.deadline_ns = now_ns + self._parameters.lease_ns
-        self._out.append(act.RequestState(donor=found.donor, ticket=found.ticket, joiner=found.joiner))
+        self._out.append(
+            act.RequestState(donor=found.donor, ticket=found.ticket, joiner=found.joiner)
+        )
 
     def _may_give(self, member: Member, found: Handover, now_ns: int) -> bool:
         """Live, training, and with something to give; the joiner itself never is."""
@@ -183,7 +185,9 @@ class Handovers:
 
     def _let_go(self, found: Handover) -> None:
         if found.donor is not None:
-            self._out.append(act.EndState(donor=found.donor, ticket=found.ticket, joiner=found.joiner))
+            self._out.append(
+                act.EndState(donor=found.donor, ticket=found.ticket, joiner=found.joiner)
+            )
         found.leg, found.donor = Leg.WAITING, None
 
     def _give_up(self, found: Handover, reason: str) -> None:

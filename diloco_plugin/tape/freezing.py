@@ -21,6 +21,7 @@ from diloco_plugin.core.actions import Fate
 from diloco_plugin.core.claims import Claim, Claims
 from diloco_plugin.core.events import Knocked, Life
 from diloco_plugin.core.flight import Ask, Phase, Push, Round
+from diloco_plugin.core.handover import Handover, Handovers, Leg
 from diloco_plugin.core.members import Ledger, Member, Members, Stage
 from diloco_plugin.core.norms import Norms
 from diloco_plugin.core.parameters import Parameters
@@ -32,10 +33,12 @@ _OBJECTS: Final[dict[str, type]] = {
     c.__name__: c
     for c in (
         SyncerCore, Members, Member, Ledger, Rounds, Round, Push, Norms, Claims, Claim, Knocked,
-        Parameters,
+        Parameters, Handovers, Handover,
     )
 }  # fmt: skip
-_ENUMS: Final[dict[str, type[Enum]]] = {c.__name__: c for c in (RunState, Stage, Phase, Ask, Fate)}
+_ENUMS: Final[dict[str, type[Enum]]] = {
+    c.__name__: c for c in (RunState, Stage, Phase, Ask, Fate, Leg)
+}
 _SCALARS: Final = (bool, int, float, str, type(None))
 _encoder: Final = msgspec.msgpack.Encoder()
 

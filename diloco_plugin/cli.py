@@ -215,7 +215,8 @@ def _syncer(arguments: argparse.Namespace) -> int:
         return 0
     from diloco_plugin.syncer import serve
 
-    return serve(resolved.config)
+    given = {key for key, source in resolved.sources.items() if source != "default"}
+    return serve(resolved.config, given)
 
 
 def _status(arguments: argparse.Namespace) -> int:

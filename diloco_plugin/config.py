@@ -85,6 +85,29 @@ class SyncerConfig:
             " 1 GiB), for `diloco replay`"
         },
     )
+    state: str = field(
+        default="",
+        metadata={
+            "help": "directory in which the run outlives this process: started again with it, the"
+            " syncer goes on where it was (default: it forgets)"
+        },
+    )
+    durability: str = field(
+        default="commit",
+        metadata={
+            "help": "commit: on disk before anybody hears of it, no crash takes a merge back;"
+            " interval: a crash loses what was merged since the last save; none: saved at an"
+            " orderly stop only",
+            "choices": ("commit", "interval", "none"),
+        },
+    )
+    interval: str = field(
+        default="60s", metadata={"help": "with durability interval: save that often"}
+    )
+    override: bool = field(
+        default=False,
+        metadata={"help": "let the few parameters that a run may change differ from its state"},
+    )
     log_level: str = field(
         default="info", metadata={"help": "how much to log", "choices": LOG_LEVELS}
     )
@@ -108,6 +131,10 @@ class SyncerConfig:
                 return str(error)
         return None
 
+    def interval_seconds(self) -> float:
+        """Seconds between two saves."""
+        return duration(self.interval)
+
     def problem(self) -> str | None:
         """One sentence that says which value is wrong and how to fix it, or None."""
         try:
@@ -126,15 +153,24 @@ class SyncerConfig:
             return f"publish={self.publish!r} is not a Hub repository: use 'hf://org/name'."
         if self.every and not self.publish:
             return f"every={self.every!r} has nothing to publish to: set publish='hf://org/name'."
-        for name, choices in (("log_level", LOG_LEVELS), ("log_format", ("text", "json"))):
+        for name, choices in (
+            ("log_level", LOG_LEVELS),
+            ("log_format", ("text", "json")),
+            ("durability", ("commit", "interval", "none")),
+        ):
             if getattr(self, name) not in choices:
                 return (
                     f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(choices)}."
                 )
-        try:
-            duration(self.every)
-        except ConfigError as error:
-            return f"every={error}"
+        if self.durability != "commit" and not self.state:
+            return f"durability={self.durability!r} has nowhere to save to: set state='some/dir'."
+        for name in ("every", "interval"):
+            try:
+                duration(getattr(self, name))
+            except ConfigError as error:
+                return f"{name}={error}"
+        if not self.interval_seconds() > 0.0:
+            return f"interval={self.interval!r} is no time: write 60s, 5m or 1h."
         return None
 
 

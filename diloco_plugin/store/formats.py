@@ -70,6 +70,7 @@ class Contribution(_Strict, frozen=True, kw_only=True):
 
     name: str
     incarnation: str
+    index: int = 0
     base: int
     steps: int
     tokens: int

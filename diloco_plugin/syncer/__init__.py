@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Collection
 from types import FrameType
 from typing import Final
 
@@ -61,11 +62,14 @@ def _return_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**20)
 
 
-def serve(config: SyncerConfig) -> int:
+def serve(config: SyncerConfig, given: Collection[str] | None = None) -> int:
     """Run the daemon in this thread until the run is over or a signal comes; return the exit code.
 
     SIGTERM or SIGINT stops in order: rounds with a quorum are finished, the model is exported. A
     second one ends the process at once. SIGHUP reads the allow-list of keys again.
+
+    Args:
+        given: keys that somebody has set, for a run that goes on; see `Syncer`.
 
     Raises:
         DiLoCoError: it could not start; nothing was changed.
@@ -74,7 +78,8 @@ def serve(config: SyncerConfig) -> int:
 
     _set_up_logging(config)
     _return_memory()
-    syncer = Syncer(config)
+    syncer = Syncer(config, given)
+    config = syncer.config
     log.info("run %r: learners join at %s", config.run, syncer.address)
     for sentence in advice(config):
         log.warning("%s", sentence)

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -30,11 +30,20 @@ from diloco_plugin.modelfile import load_init
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, new_context
+from diloco_plugin.store import Store
 from diloco_plugin.syncer.bulk import Bulk
 from diloco_plugin.syncer.control import Control, Heard
+from diloco_plugin.syncer.keeping import Keeper, past_of
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
+from diloco_plugin.syncer.resuming import (
+    open_store,
+    reconcile,
+    restore,
+    run_file,
+    specs_of,
+)
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.syncer.translation import event_of
 from diloco_plugin.tape.recording import Recorder
@@ -52,6 +61,7 @@ log = logging.getLogger("diloco.syncer")
 
 MERGER_CLOSE_SECONDS: Final = 120.0
 BULK_CLOSE_SECONDS: Final = 5.0
+KEEPER_CLOSE_SECONDS: Final = 300.0
 #: After a RunComplete or GoingAway, the time that libzmq gets to send it.
 FAREWELL_SECONDS: Final = 0.2
 
@@ -64,22 +74,43 @@ class Syncer:
         AddressInUseError, ConfigError: from the constructor; nothing was started then.
     """
 
-    def __init__(self, config: SyncerConfig) -> None:
-        """Bind both sockets and load --init. Nobody answers before `run()`."""
+    def __init__(self, config: SyncerConfig, given: Collection[str] | None = None) -> None:
+        """Open the state, bind both sockets and load --init. Nobody answers before `run()`.
+
+        Args:
+            given: keys of `config` that somebody has set; the others are as they were when the run
+                began. None: all.
+        """
+        store = open_store(config)
+        try:
+            if store is not None and store.run is not None:
+                config = reconcile(config, given, store.run)
+            self._set_up(config, store)
+        except BaseException:
+            if store is not None:
+                store.close(clean=False)
+            raise
+
+    def _set_up(self, config: SyncerConfig, store: Store | None) -> None:
         self.config = config
         #: of the process, once `run()` has returned
         self.exit_code = 0
         self._output = Output(config)
         self._tape = Recorder(Path(config.tape)) if config.tape else None
         self._decide = self._tape.step if self._tape else SyncerCore.step
-        self._init = load_init(config.init) if config.init else None
+        model = restore(store, config) if store is not None else None
+        if model is not None and config.init:
+            log.info("init=%s is not used: %s holds the run's model", config.init, config.state)
+        self._init = load_init(config.init) if config.init and model is None else None
         now = time.monotonic_ns()
         # Without a store, wall-clock time is what grows from one life to the next.
         self._core = SyncerCore(
             config.parameters,
-            epoch=time.time_ns() // 1_000_000,
+            epoch=store.epoch if store is not None else time.time_ns() // 1_000_000,
             steps=config.steps,
             seeded=self._init is not None,
+            past=past_of(store) if store is not None else None,
+            lineage=store.lineage if store is not None else None,
             now_ns=now,
         )
         self._queue: SimpleQueue[ev.SyncerEvent | BaseException] = SimpleQueue()
@@ -103,10 +134,19 @@ class Syncer:
         self._merging = Merging(self._post, self._bulk.release)
         self._specs: tuple[TensorSpec, ...] = ()
         self._model_config = ""
+        if model is not None and store is not None and store.run is not None:
+            self._specs, self._model_config = specs_of(store.run), store.run.model_config
+            self._merging.model = model
+            self._bulk.use_model(model)
+        self._keeper: Keeper | None = None
+        if store is not None:
+            self._keeper = Keeper(store, config.durability, config.interval_seconds(), self._post)
+            if model is not None:
+                self._keeper.describe(run_file(config, self._specs, model, self._model_config))
         self._closing_rounds: set[int] = set()
         self._asking = b""
         self._greeting: msg.Hello | None = None
-        self._has_model = self._init is not None
+        self._has_model = self._init is not None or model is not None
         self._complained = 0.0
         self._strange_bulk: Counter[str] = Counter()
         self._stopped = self._reload_asked = False
@@ -162,6 +202,9 @@ class Syncer:
             self._step(ev.Ticked(now_ns=time.monotonic_ns()))
         self._security.mind(time.monotonic())
         self._publish_when_due()  # a busy syncer never ticks
+        if self._keeper is not None and self._keeper.due:
+            keeper, model = self._keeper, self._merging.the_model
+            self._merging.submit(lambda: keeper.save(model))
 
     def _bar(self, names: frozenset[str]) -> None:
         reason = "its key is not admitted any more"
@@ -181,20 +224,28 @@ class Syncer:
         self._waker.wake()
 
     def _farewell(self) -> None:
-        """The last word to learners was sent; export and publish while it travels."""
+        """The last word to learners was sent; save, export and publish while it travels."""
+        merged = self._merging.close(MERGER_CLOSE_SECONDS)
+        if self._keeper is not None and merged:
+            keeper, self._keeper = self._keeper, None
+            if not keeper.close(self._merging.model, KEEPER_CLOSE_SECONDS):
+                self.exit_code = NOT_WRITTEN
         if not self._has_model:
             self._output.nothing("no learner has brought a model")
-        elif not self._merging.close(MERGER_CLOSE_SECONDS):
+        elif not merged:
             self._output.nothing("the last merge does not end")
             self.exit_code = NOT_WRITTEN
         else:
             tensors = self._merging.the_model.tensors()
-            self.exit_code = self._output.finish(self._core.clock, tensors, self._model_config)
+            written = self._output.finish(self._core.clock, tensors, self._model_config)
+            self.exit_code = self.exit_code or written
         time.sleep(FAREWELL_SECONDS)
 
     def _close(self) -> None:
         self._bulk.stop(BULK_CLOSE_SECONDS)
         self._merging.close(MERGER_CLOSE_SECONDS)
+        if self._keeper is not None:
+            self._keeper.abort()
         self._output.close()
         if self._tape is not None:
             self._tape.close()
@@ -317,6 +368,7 @@ class Syncer:
                 model.load(self._init)
                 if unusable := model.complete_seed():
                     raise LayoutError(f"the model given with --init is unusable: {unusable}.")
+                self._begin_now(specs, model, hello)
         except (LayoutError, ConfigError) as error:
             return str(error)
         except (MemoryError, RuntimeError):
@@ -334,6 +386,34 @@ class Syncer:
             )
         return ""
 
+    def _begin_now(
+        self, specs: tuple[TensorSpec, ...], model: GlobalModel, hello: msg.Hello
+    ) -> None:
+        """The model given with --init must be durable before anybody hears of it: wait for that.
+
+        A learner from an earlier life of the syncer brings its own instead.
+        """
+        if self._keeper is None or hello.epoch:
+            return
+        told: SimpleQueue[str | None] = SimpleQueue()
+        run = run_file(self.config, specs, model, hello.model_config)
+        self._keeper.begin(run, model, told.put)
+        try:
+            problem = told.get(timeout=KEEPER_CLOSE_SECONDS)
+        except Empty:
+            problem = "the disk does not answer"
+        if problem is not None:
+            raise LayoutError(f"the model given with --init cannot be saved: {problem}")
+
+    def _keep_seed(self, done: Callable[[str | None], None]) -> None:
+        """Merge thread: a learner's model is here; it is the run's once it is durable."""
+        if self._keeper is None:
+            done(None)
+            return
+        model = self._merging.the_model
+        run = run_file(self.config, self._specs, model, self._model_config)
+        self._keeper.begin(run, model, done)
+
     # ---- what comes in from the bulk and merge threads (Reports) ----
 
     def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None:
@@ -349,7 +429,7 @@ class Syncer:
 
     def seed_arrived(self, life: Life) -> None:
         """Bulk thread: theta is filled."""
-        self._merging.complete_seed(life)
+        self._merging.complete_seed(life, self._keep_seed)
 
     def seed_failed(self, life: Life, reason: str) -> None:
         """Bulk thread: a learner's model did not come."""
@@ -430,7 +510,8 @@ class Syncer:
             bulk_port=self._bulk_port,
             token=token,
         )
-        log.info("learner %s joins with index %d of %d", action.life, action.index, action.count)
+        how = "goes on with what it holds, as" if action.keep else "joins with"
+        log.info("learner %s %s index %d of %d", action.life, how, action.index, action.count)
         self._send(action.life, welcome)
 
     def _tell_place(self, action: act.TellPlace) -> None:
@@ -488,7 +569,11 @@ class Syncer:
         self._merging.drop(action)
 
     def _commit(self, action: act.Commit) -> None:
-        # There is no store yet: a version lives as long as this process.
+        model = self._merging.the_model
+        if self._keeper is not None:
+            self._keeper.commit(action, model)
+            return
+        model.publish(action.fragment)
         self._pending.append(ev.CommitDone(now_ns=time.monotonic_ns(), round=action.round))
 
     def _announce(self, action: act.Announce) -> None:
@@ -556,6 +641,8 @@ class Syncer:
                 sorted((self._control.strange + self._strange_bulk.copy()).items())
             ),
         }
+        if self._keeper is not None:
+            body["store"] = self._keeper.status()
         if self._merging.model is not None:
             for entry, fragment in zip(
                 body["fragments"], self._merging.the_model.layout.fragments, strict=False

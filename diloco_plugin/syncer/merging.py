@@ -88,16 +88,24 @@ class Merging:
 
         self.submit(job)
 
-    def complete_seed(self, life: Life) -> None:
-        """Theta was filled by this learner: check and encode it."""
+    def complete_seed(
+        self, life: Life, keep: Callable[[Callable[[str | None], None]], None]
+    ) -> None:
+        """Theta was filled by this learner: check and encode it, and let `keep` make it durable."""
 
-        def job() -> None:
-            problem = self.the_model.complete_seed()
+        def done(problem: str | None) -> None:
             now = time.monotonic_ns()
             if problem is None:
                 self._post(ev.SeedReceived(now_ns=now, life=life))
             else:
                 self._post(ev.SeedFailed(now_ns=now, life=life, reason=problem))
+
+        def job() -> None:
+            problem = self.the_model.complete_seed()
+            if problem is None:
+                keep(done)
+            else:
+                done(problem)
 
         self.submit(job)
 

@@ -50,11 +50,58 @@ class GlobalModel:
             options=parameters.outer_options,
         )
         self._rounds: dict[int, RoundMerge] = {}
+        #: encoded with the last merge; what learners get changes when that is durable
+        self._fresh: list[WireCopy | None] = [None] * len(layout.fragments)
         self._wire: list[WireCopy | None] = [None] * len(layout.fragments)
 
     def wire_copy(self, fragment: int) -> WireCopy | None:
-        """The newest encoded version of a fragment. Any thread."""
+        """The newest published version of a fragment. Any thread."""
         return self._wire[fragment]
+
+    def publish(self, fragment: int) -> None:
+        """Learners may have the last merge of a fragment: it is durable. Any thread."""
+        self._wire[fragment] = self._fresh[fragment]
+
+    def version(self, fragment: int) -> int:
+        """The version that theta holds; it may not be published yet."""
+        copy = self._fresh[fragment]
+        return copy.version if copy is not None else -1
+
+    def held(self, fragment: int) -> Tensor:
+        """A fragment as learners hold it in fp32, flat: what it is after its way over the wire."""
+        copy = self._fresh[fragment]
+        assert copy is not None
+        kind = codec(copy.codec)
+        if kind.lossless:
+            return self.theta[fragment]
+        values = torch.empty(self.theta[fragment].numel())
+        kind.decode(copy.data, values)
+        return values
+
+    def durable(self, fragment: int) -> dict[str, Tensor]:
+        """Live tensors that bring a fragment back: flat fp32 theta, and the outer state."""
+        state = self._outer.state(fragment)
+        return {"theta": self.theta[fragment], **{f"outer/{k}": v for k, v in state.items()}}
+
+    def restore(
+        self, fragment: int, version: int, tensors: Mapping[str, Tensor], *, exact: bool
+    ) -> None:
+        """Take back what `durable` gave.
+
+        Raises:
+            LayoutError, ConfigError: it is of another model or outer optimizer.
+        """
+        theta = tensors["theta"]
+        if theta.shape != self.theta[fragment].shape or theta.dtype != torch.float32:
+            raise LayoutError(
+                f"fragment {fragment} on disk has {theta.numel()} elements of {theta.dtype}, the"
+                f" model has {self.theta[fragment].numel()} of float32: it is of another model."
+            )
+        self.theta[fragment].copy_(theta)
+        outer = {k.removeprefix("outer/"): v for k, v in tensors.items() if k != "theta"}
+        self._outer.load_state(fragment, outer)
+        self._encode(fragment, version, exact=exact)
+        self.publish(fragment)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill theta from named tensors (--init).
@@ -88,6 +135,7 @@ class GlobalModel:
                 return f"fragment {fragment.index} holds values that are not finite"
         for fragment in self.layout.fragments:
             self._encode(fragment.index, 0, exact=False)
+            self.publish(fragment.index)
         return None
 
     def measure(self, fragment: int, delta: Tensor) -> Measure:
@@ -113,7 +161,8 @@ class GlobalModel:
         merge.fold(delta, weight(tokens, steps), size)
 
     def merge(self, round_: int, fragment: int, version: int, *, closing: bool) -> bool:
-        """Close a round: outer step and encoding of the new version. False: nothing has changed.
+        """Close a round: outer step and encoding of the new version, which nobody gets before it is
+        published. False: nothing has changed.
 
         A closing round into which nobody gave anything only encodes the fragment exactly.
         """
@@ -142,4 +191,4 @@ class GlobalModel:
         # Always into new memory: somebody may still be reading the version before.
         data = torch.empty(kind.nbytes(theta.numel()), dtype=torch.uint8)
         kind.encode(theta, data)
-        self._wire[fragment] = WireCopy(version, kind.name, data)
+        self._fresh[fragment] = WireCopy(version, kind.name, data)

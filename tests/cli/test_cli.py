@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[SyncerConfig]:
     """The configurations that `diloco syncer` would have started a daemon with."""
     seen: list[SyncerConfig] = []
 
-    def serve(config: SyncerConfig) -> int:
+    def serve(config: SyncerConfig, given: set[str]) -> int:
         seen.append(config)
         return 0
 
@@ -71,14 +71,14 @@ def test_flags_reach_the_daemon_with_their_types(served: list[SyncerConfig]) -> 
 
 
 def test_the_exit_code_is_that_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diloco_plugin.syncer, "serve", lambda config: 4, raising=False)
+    monkeypatch.setattr(diloco_plugin.syncer, "serve", lambda config, given: 4, raising=False)
     assert main(["syncer"]) == 4
 
 
 def test_an_error_on_purpose_is_one_line_and_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def serve(config: SyncerConfig) -> int:
+    def serve(config: SyncerConfig, given: set[str]) -> int:
         raise AddressInUseError("tcp://127.0.0.1:5555 is taken.\nUse another port.")
 
     monkeypatch.setattr(diloco_plugin.syncer, "serve", serve, raising=False)

@@ -117,11 +117,13 @@ def test_every_key_can_be_set_in_the_environment() -> None:
         "export": "a.safetensors", "sync_every": "25", "log_level": "debug",
         "log_format": "json", "merge": "direct", "codec": "bf16",
         "buffers": "local", "outer_optimizer": "SGD", "overlap": "1",
+        "durability": "none", "interval": "5m",
     }  # fmt: skip
     for key, kind in KINDS.items():
         environ = {f"DILOCO_SYNCER_{key.upper()}": texts_by_key.get(key, texts.get(kind, "x"))}
         flags = {"learners": 2} if key == "lockstep" else {}
         flags |= {"publish": "hf://a/b"} if key == "every" else {}
+        flags |= {"state": "here"} if key == "durability" else {}
         if key == "outer_nesterov":
             environ["DILOCO_SYNCER_OUTER_NESTEROV"] = "no"
         found = resolve(flags, environ)

@@ -1,0 +1,176 @@
+"""A run outlives its syncer: what was announced is there again, and it stays the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import diloco_plugin
+from diloco_plugin.config import SyncerConfig, parameters_from
+from diloco_plugin.errors import ConfigError, StateLockedError
+from diloco_plugin.status import fetch
+from diloco_plugin.syncer import Syncer
+from tests.end_to_end.fleet import Trainee, merged, sgd, small_model, train_until
+from tests.end_to_end.processes import Daemon, free_ports
+from tests.syncers import global_model, running_syncer
+
+RUN = {"sync_every": 4, "fragments": 2, "overlap": 1}
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> dict[str, Any]:
+    return {"state": str(tmp_path / "state")}
+
+
+def versions(syncer: Syncer) -> list[int]:
+    return [fragment["version"] for fragment in syncer.status()["fragments"]]
+
+
+def train_some(syncer: Syncer, merges: int = 6, name: str = "a") -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    with diloco_plugin.attach(model, optimizer, syncer.address, name=name) as learner:
+        train_until(model, optimizer, lambda: merged(learner) >= merges)
+
+
+@pytest.mark.parametrize("durability", ["commit", "interval", "none"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_after_an_orderly_stop_a_run_goes_on_as_it_was(
+    state: dict[str, Any], durability: str, codec: str
+) -> None:
+    config = state | {"durability": durability}
+    with running_syncer(**RUN, codec=codec, config=config) as syncer:
+        train_some(syncer)
+        before, model, clock = versions(syncer), global_model(syncer), syncer.status()["clock"]
+        momentum = [syncer._merging.the_model.durable(f) for f in range(2)]
+    assert sum(before) >= 6
+    with running_syncer(**RUN, codec=codec, config=config) as again:
+        assert versions(again) == before
+        assert clock - RUN["sync_every"] <= again.status()["clock"] <= clock
+        assert all(torch.equal(model[k], v) for k, v in global_model(again).items())
+        for fragment, tensors in enumerate(momentum):
+            now = again._merging.the_model.durable(fragment)
+            assert now.keys() == tensors.keys()
+            assert all(torch.equal(now[key], value) for key, value in tensors.items())
+        train_some(again, 2)
+        assert sum(versions(again)) > sum(before)
+
+
+def test_epochs_grow_with_every_start(state: dict[str, Any]) -> None:
+    epochs = []
+    for _ in range(3):
+        with running_syncer(**RUN, config=state) as syncer:
+            epochs.append(syncer.status()["epoch"])
+    assert epochs == sorted(set(epochs))
+
+
+def test_learners_keep_what_they_have_when_their_syncer_was_killed(tmp_path: Path) -> None:
+    port = free_ports()
+    flags = ["--state", str(tmp_path), "--sync-every", "4", "--fragments", "2", "--overlap", "1"]
+    bind = f"tcp://127.0.0.1:{port}"
+    with Daemon(*flags, bind=bind) as daemon:
+        trainee = Trainee(small_model(), daemon.address, "a")
+        trainee.wait(lambda: trainee.merged >= 4)
+        known = fetch(daemon.address)
+        daemon.kill()
+    with Daemon(*flags, bind=bind) as daemon, trainee:
+        trainee.wait(lambda: [m["name"] for m in fetch(bind)["learners"]] == ["a"], 30)
+        assert "goes on with what it holds" in daemon.err
+        first = fetch(bind)
+        for old, new in zip(known["fragments"], first["fragments"], strict=True):
+            assert new["version"] >= old["version"], "an announced version is lost"
+        more = first["rounds"]["merged"] + 4
+        trainee.wait(lambda: fetch(bind)["rounds"]["merged"] >= more, 30)
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait() == 0
+
+
+def test_a_run_refuses_other_parameters_and_takes_those_that_may_change(
+    state: dict[str, Any],
+) -> None:
+    with running_syncer(**RUN, config=state) as syncer:
+        train_some(syncer, 1)
+    other = parameters_from(RUN | {"sync_every": 5, "quorum": 2}, source="the test")
+    with pytest.raises(ConfigError, match=r"sync_every=4, now 5.*quorum=1, now 2.*--override"):
+        Syncer(SyncerConfig(parameters=other, **state))
+    with pytest.raises(ConfigError, match="sync_every=4, now 5"):
+        Syncer(SyncerConfig(parameters=other, override=True, **state))
+    with pytest.raises(ConfigError, match="run='main', now 'else'"):
+        Syncer(SyncerConfig(run="else", parameters=parameters_from(RUN), **state))
+    with running_syncer(**RUN, quorum=2, config=state | {"override": True}) as syncer:
+        assert syncer.status()["parameters"]["quorum"] == 2
+    # and it stays so, for a start that names no parameter at all
+    unnamed = Syncer(SyncerConfig(bind="tcp://127.0.0.1:*", **state), given=frozenset({"state"}))
+    assert unnamed.config.parameters.quorum == 2
+    assert unnamed.config.parameters.sync_every == 4
+    unnamed.stop("the test is over")
+    unnamed.run()
+
+
+def test_one_state_serves_one_syncer(state: dict[str, Any]) -> None:
+    with running_syncer(**RUN, config=state):
+        with pytest.raises(StateLockedError, match="state"):
+            Syncer(SyncerConfig(parameters=parameters_from(RUN), **state))
+        flags = ["--state", state["state"], "--bind", "tcp://127.0.0.1:*"]
+        command = [os.sys.executable, "-m", "diloco_plugin.cli", "syncer", *flags]  # type: ignore[attr-defined]
+        assert subprocess.run(command, capture_output=True).returncode == 75
+
+
+def test_a_syncer_that_failed_to_start_lets_its_state_go(state: dict[str, Any]) -> None:
+    with running_syncer() as other:
+        taken = SyncerConfig(bind=other.address, parameters=parameters_from(RUN), **state)
+        with pytest.raises(Exception, match="in use"):
+            Syncer(taken)
+    with running_syncer(**RUN, config=state):
+        pass
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for 2 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Take all the room that there is."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 512)
+
+
+def test_on_a_full_disk_nothing_is_announced_until_there_is_room(small_disk: Path) -> None:
+    config = {"state": str(small_disk / "state")}
+    with (
+        running_syncer(**RUN, config=config) as syncer,
+        Trainee(small_model(), syncer.address, "a") as trainee,
+    ):
+        trainee.wait(lambda: trainee.merged >= 2)
+        ballast = small_disk / "ballast"
+        fill(ballast)
+        trainee.wait(lambda: syncer.status()["rounds"]["stuck"], 30)
+        assert any("room" in problem for problem in syncer.status()["problems"])
+        stuck, steps = versions(syncer), trainee.steps
+        # others still get in and take the last version that is durable
+        with Trainee(small_model(1), syncer.address, "b") as late:
+            late.wait(lambda: late.steps > 5)
+            trainee.wait(lambda: trainee.steps > steps + 50)
+            assert versions(syncer) == stuck
+            ballast.unlink()
+            trainee.wait(lambda: sum(versions(syncer)) > sum(stuck) + 4, 30)
+        assert not syncer.status()["rounds"]["stuck"]
+    with running_syncer(**RUN, config=config) as syncer:
+        assert sum(versions(syncer)) > sum(stuck)

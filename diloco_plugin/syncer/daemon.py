@@ -228,7 +228,7 @@ class Syncer:
         merged = self._merging.close(MERGER_CLOSE_SECONDS)
         if self._keeper is not None and merged:
             keeper, self._keeper = self._keeper, None
-            if not keeper.close(self._merging.model, KEEPER_CLOSE_SECONDS):
+            if not keeper.close(self._merging.model, self._core.clock, KEEPER_CLOSE_SECONDS):
                 self.exit_code = NOT_WRITTEN
         if not self._has_model:
             self._output.nothing("no learner has brought a model")

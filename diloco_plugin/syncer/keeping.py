@@ -172,10 +172,12 @@ class Keeper:
 
     # ---- the end ----
 
-    def close(self, model: GlobalModel | None, timeout_seconds: float) -> bool:
+    def close(self, model: GlobalModel | None, clock: int, timeout_seconds: float) -> bool:
         """After the last merge: save what is not on disk and fold the journal. False: it could not
         be done, or not in time; what was durable before still is.
         """
+        if self.past is not None:
+            self.past.clock = max(self.past.clock, clock)
         saved = [False]
 
         def job() -> None:

@@ -67,14 +67,15 @@ def test_the_same_run_gives_the_same_tape_whatever_the_hash_seed() -> None:
 
 
 def test_a_directory_stays_bounded_and_every_segment_that_is_kept_replays(tmp_path: Path) -> None:
-    segment, total = 100_000, 450_000
+    segment, total = 200_000, 900_000
     recorder = Recorder(tmp_path, segment_bytes=segment, total_bytes=total, flush_seconds=0.01)
-    sizes = []
+    sizes: list[int] = []
 
     def decide(core: SyncerCore, event: ev.SyncerEvent) -> Any:
-        if recorder._full:  # the writer must keep up with a world that has no time
+        if recorder._full:
             sizes.append(sum(path.stat().st_size for path in segment_paths(tmp_path)))
-        until(lambda: len(recorder._waiting) < 1000)
+        # a world has no time: what the writer has not written yet comes on top of the bound
+        until(lambda: len(recorder._waiting) < 100, 60)
         return recorder.step(core, event)
 
     eventful(11, 80, decide=decide)
@@ -114,7 +115,8 @@ def test_the_next_life_goes_on_after_the_newest_segment_and_touches_no_other_fil
 def test_steps_are_on_disk_soon_even_when_nothing_follows(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, flush_seconds=0.01)
     recorder.step(SyncerCore(Parameters(), epoch=1), EVENT)
-    until(lambda: segment_paths(tmp_path) and replay(tmp_path, quiet).events == 1)
+    # it may be read in the middle of a write
+    until(lambda: segment_paths(tmp_path) and replay(tmp_path, print).events == 1)
     recorder.close()
 
 
@@ -151,7 +153,7 @@ def test_a_failing_disk_ends_the_tape_with_one_warning_and_not_the_run(
     def decide(core: SyncerCore, event: ev.SyncerEvent) -> Any:
         nonlocal stepped
         stepped += 1
-        until(lambda: len(recorder._waiting) < 1000)
+        until(lambda: len(recorder._waiting) < 1000, 60)
         return recorder.step(core, event)
 
     eventful(2, 60, decide=decide)

@@ -179,16 +179,20 @@ class Security:
             log.warning(_INSECURE)
         if not isinstance(self.guard, Guard):
             return
-        refused = self.guard.refused_total
-        if refused != self._refused_said and now - self._refused_at >= REFUSED_WARNING_SECONDS:
-            new, latest = refused - self._refused_said, self.guard.refused()[-1]
-            self._refused_said, self._refused_at = refused, now
+        total, refused = self.guard.refused_total, self.guard.refused()
+        # None are left when those that were refused have been admitted since.
+        if (
+            refused
+            and total != self._refused_said
+            and now - self._refused_at >= REFUSED_WARNING_SECONDS
+        ):
             log.warning(
                 "%d connections with unknown keys were refused, the latest with key %s from %s",
-                new,
-                latest.fingerprint,
-                latest.address,
+                total - self._refused_said,
+                refused[-1].fingerprint,
+                refused[-1].address,
             )
+            self._refused_said, self._refused_at = total, now
 
     def status(self) -> dict[str, Any]:
         """Our part of the status body."""

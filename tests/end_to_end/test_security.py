@@ -1,0 +1,495 @@
+"""A port that strangers can reach: who comes in, as whom, and what those are told who do not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from safetensors.torch import save_file
+
+import diloco_plugin
+from diloco_plugin.config import SyncerConfig, parameters_from
+from diloco_plugin.credentials import visitor_keys
+from diloco_plugin.errors import (
+    ConfigError,
+    InvariantError,
+    RefusedError,
+    UnreachableError,
+)
+from diloco_plugin.net.address import Address
+from diloco_plugin.net.guard import Guard
+from diloco_plugin.net.keys import LineKeys, fingerprint, new_pair
+from diloco_plugin.net.options import Role, new_context, new_dealer
+from diloco_plugin.net.sockets import Line
+from diloco_plugin.status import check, fetch
+from diloco_plugin.syncer import Syncer
+from diloco_plugin.syncer import security as syncer_security
+from diloco_plugin.syncer.security import Security
+from diloco_plugin.wire import messages as msg
+from diloco_plugin.wire.framing import decode_to_learner, encode
+from tests.end_to_end.fleet import Trainee, sgd, small_model
+from tests.end_to_end.forged import Forged, one_weight
+from tests.end_to_end.processes import Daemon
+from tests.keyring import Keyring
+from tests.syncers import running_syncer
+from tests.waiting import until
+
+SPECS = one_weight(1000)
+FLAGS = ("--sync-every", "4", "--fragments", "2", "--overlap", "1")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DILOCO_KEYS", "DILOCO_NAME", "DILOCO_SYNCER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    ring = Keyring(tmp_path_factory.mktemp("keys"))
+    for name in ("alpha", "beta"):
+        ring.learner(name)
+    ring.learner("mallory", admitted=False)
+    return ring
+
+
+@pytest.fixture(scope="module")
+def syncer(ring: Keyring, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Syncer]:
+    """A run that was given its model, behind keys."""
+    folder: Path = tmp_path_factory.mktemp("init")
+    save_file({"w": torch.zeros(1000)}, folder / "model.safetensors")
+    with running_syncer(
+        sync_every=1,
+        fragments=1,
+        overlap=0,
+        config={"init": str(folder), "keys": str(ring.syncer)},
+    ) as running:
+        yield running
+
+
+def here() -> str:
+    """An address of this machine that others can reach, or a loopback one if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def line_to(address: str, keys: LineKeys, role: Role = "control") -> Iterator[Line]:
+    context = new_context()
+    try:
+        line = Line(context, address, role, keys)
+        yield line
+    finally:
+        context.destroy(linger=0)
+
+
+def folder(ring: Keyring, name: str) -> str:
+    return str(ring.syncer.parent / name)
+
+
+def attach(address: str, keys: str | None, **options: object) -> diloco_plugin.Learner:
+    model = small_model(0)
+    return diloco_plugin.attach(
+        model, sgd(model), address, keys=keys, **({"connect_timeout": 1.5} | options)
+    )
+
+
+# ---- those who may ----
+
+
+@pytest.mark.parametrize("host", [here(), "127.0.0.1", "127.0.0.2"])
+def test_two_learners_train_and_merge_encrypted_at_any_address(ring: Keyring, host: str) -> None:
+    keys = {"keys": str(ring.syncer)}
+    with running_syncer(
+        sync_every=4, fragments=2, overlap=1, quorum=2, bind="tcp://0.0.0.0:*", config=keys
+    ) as syncer:
+        address = f"tcp://{host}:{Address.parse(syncer.address).port}"
+        with (
+            Trainee(small_model(0), address, "alpha", keys=folder(ring, "alpha")) as a,
+            Trainee(small_model(1), address, "beta", keys=folder(ring, "beta"), data=1) as b,
+        ):
+            a.wait(lambda: min(a.merged, b.merged) > 3)
+            body = fetch(address, keys=visitor_keys(address, str(ring.syncer), operator=True))
+            assert [learner["name"] for learner in body["learners"]] == ["alpha", "beta"]
+            assert body["security"] == "keys"
+            assert body["admitted"] == ["alpha", "beta"]
+        assert syncer.status()["fates"]["rejected"] == {}
+        assert syncer.status()["strange_messages"] == {}
+        assert syncer.status()["refused_keys"] == []
+
+
+def test_a_fixed_port_has_its_bulk_port_beside_it_on_all_addresses(ring: Keyring) -> None:
+    with running_syncer(bind="tcp://*:*", config={"keys": str(ring.syncer)}) as syncer:
+        port = Address.parse(syncer.address).port
+    assert Address.parse(f"tcp://*:{port}").beside() == Address("tcp", "*", port + 1)
+
+
+def test_the_only_key_in_the_folder_gives_the_learner_its_name(
+    ring: Keyring, syncer: Syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_KEYS", folder(ring, "alpha"))
+    with pytest.raises(RefusedError, match="does not fit"):
+        attach(syncer.address, None)
+    assert os.environ["DILOCO_NAME"] == "alpha"  # for shard() and child processes
+    monkeypatch.setenv("DILOCO_NAME", "beta")
+    with pytest.raises(ConfigError, match=r"beta\.key.*there are alpha\.key"):
+        attach(syncer.address, None)
+
+
+def test_the_operator_may_look_but_not_train(ring: Keyring, syncer: Syncer) -> None:
+    own = visitor_keys(syncer.address, str(ring.syncer), operator=True)
+    assert isinstance(own, LineKeys)
+    assert fetch(syncer.address, keys=own)["run"] == "main"
+    assert check(syncer.address, str(ring.syncer))[0]
+    with Forged(syncer.address, "syncer", SPECS, keys=own) as operator:
+        operator.hello()
+        refusal = operator.hear(msg.Refuse)
+        assert (refusal.code, "for looking only" in refusal.text) == ("identity", True)
+
+
+# ---- those who may not ----
+
+
+def test_an_unknown_key_is_refused_told_why_and_seen_in_the_status(
+    ring: Keyring, syncer: Syncer
+) -> None:
+    stranger = ring.line("mallory")
+    with pytest.raises(UnreachableError) as caught:
+        attach(syncer.address, folder(ring, "mallory"))
+    text = str(caught.value)
+    assert f"key {fingerprint(stranger.own.public)} of 'mallory'" in text
+    assert fingerprint(stranger.syncer) in text
+    assert text.index("mallory.pub is not in the syncer's learners.d") < text.index(
+        "syncer.pub here is another syncer's"
+    )
+    body = syncer.status()
+    seen = [r for r in body["refused_keys"] if r["fingerprint"] == fingerprint(stranger.own.public)]
+    assert seen[0]["count"] >= 1
+    assert seen[0]["address"] == "127.0.0.1"
+    assert any(seen[0]["fingerprint"] in problem for problem in body["problems"])
+    assert not body["learners"]
+    yes, sentence = check(syncer.address, folder(ring, "mallory"), 0.5)
+    assert (yes, sentence) == (False, text)
+
+
+def test_who_has_no_key_is_told_that_it_needs_one(syncer: Syncer) -> None:
+    for attempt in (
+        lambda: attach(syncer.address, None),
+        lambda: fetch(syncer.address, 0.5),
+        lambda: attach(syncer.address, "insecure-plaintext"),
+    ):
+        with pytest.raises(UnreachableError, match="lets in known keys only, and none is given"):
+            attempt()
+    assert "diloco keygen NAME" in check(syncer.address, None, 0.5)[1]
+
+
+def test_who_pins_another_syncer_s_key_is_told_both_keys(
+    ring: Keyring, syncer: Syncer, tmp_path: Path
+) -> None:
+    other = Keyring(tmp_path)
+    misled = Path(shutil.copytree(folder(ring, "alpha"), tmp_path / "misled"))
+    shutil.copy(other.syncer / "syncer.pub", misled)
+    with pytest.raises(UnreachableError) as caught:
+        attach(syncer.address, str(misled))
+    assert fingerprint(other.door.own.public) in str(caught.value)
+    assert "syncer.pub here is another syncer's" in str(caught.value)
+
+
+def test_a_learner_with_keys_speaks_to_no_plaintext_syncer(ring: Keyring) -> None:
+    with running_syncer() as plain:
+        assert plain.status()["security"] == "plaintext on loopback"
+        with pytest.raises(UnreachableError, match=r"speaks plaintext, but keys are given here"):
+            attach(plain.address, folder(ring, "alpha"))
+        yes, sentence = check(plain.address, folder(ring, "alpha"), 0.5)
+        assert not yes
+        assert "speaks plaintext" in sentence
+
+
+def test_a_known_key_under_another_name_is_refused_and_harms_nobody(
+    ring: Keyring, syncer: Syncer, tmp_path: Path
+) -> None:
+    with Forged(syncer.address, "alpha", SPECS, keys=ring.line("alpha")) as alpha:
+        alpha.join()
+        alpha.take()
+        with Forged(
+            syncer.address,
+            "alpha",
+            SPECS,
+            keys=ring.line("beta"),
+            incarnation=alpha.incarnation,  # even so
+        ) as impostor:
+            impostor.hello()
+            refusal = impostor.hear(msg.Refuse)
+            assert refusal.code == "identity"
+            assert "has the key of learner 'beta', not of 'alpha'" in refusal.text
+            impostor.say(msg.Goodbye(epoch=alpha.epoch))
+            impostor.hear(msg.HelloRequired)
+        alpha.progress(alpha.clock + 1)
+        assert alpha.push(alpha.pulled(), torch.full((1000,), 1e-3)).fate == "merged"
+    renamed = tmp_path / "renamed"
+    shutil.copytree(folder(ring, "beta"), renamed)
+    (renamed / "beta.key").rename(renamed / "alpha.key")
+    with pytest.raises(RefusedError) as caught:
+        attach(syncer.address, str(renamed))
+    assert (caught.value.code, caught.value.exit_code) == ("identity", 77)
+    with pytest.raises(RefusedError, match="not of 'alpha'"):
+        diloco_plugin.shard([1, 2], syncer.address, keys=str(renamed))
+    until(lambda: not syncer.status()["learners"])
+
+
+def test_a_token_is_worth_nothing_without_the_key_of_its_learner(
+    ring: Keyring, syncer: Syncer
+) -> None:
+    before = syncer.status()["strange_messages"].get("stranger", 0)
+    with Forged(syncer.address, "alpha", SPECS, keys=ring.line("alpha")) as alpha:
+        welcome = alpha.join()
+        address = Address.parse(syncer.address).with_port(welcome.bulk_port)
+        with line_to(str(address), ring.line("beta"), "bulk") as thief:
+            until(lambda: thief.send(encode(msg.BulkHello(token=welcome.token))))
+            thief.send(encode(msg.Want(kind="fetch", fragment=0, key=0, first=0, count=1)))
+            until(lambda: syncer.status()["strange_messages"].get("stranger", 0) == before + 2)
+            assert thief.receive() == []
+        alpha.take()  # its own connection still serves it
+    until(lambda: not syncer.status()["learners"])
+
+
+def test_a_routing_id_that_was_somebody_s_proves_nothing(ring: Keyring, syncer: Syncer) -> None:
+    """Whoever takes the id of a connection that is gone does not become who was there."""
+    incarnation = secrets.token_hex(16)
+    tensors = (msg.Tensor(name="w", shape=(1000,), dtype="float32", kind="weight"),)
+    hello = msg.Hello(
+        protocol=msg.PROTOCOL, run="", name="alpha", incarnation=incarnation, tensors=tensors
+    )
+    address = Address.parse(syncer.address)
+    context = new_context()
+
+    def squatter(name: str) -> zmq.Socket[bytes]:
+        dealer = new_dealer(context, "control", address, ring.line(name))
+        dealer.setsockopt(zmq.ROUTING_ID, b"a famous id")
+        dealer.connect(str(address))
+        return dealer
+
+    def answer(dealer: zmq.Socket[bytes], message: msg.Message) -> msg.Message:
+        """The id is free only a moment after its holder has gone: ask until there is an answer."""
+
+        def attempt() -> bytes:
+            if dealer.getsockopt(zmq.EVENTS) & zmq.POLLOUT:  # type: ignore[operator]
+                dealer.send(encode(message))
+            return dealer.recv() if dealer.poll(200) else b""
+
+        return decode_to_learner(until(attempt))
+
+    try:
+        alpha = squatter("alpha")
+        welcome = answer(alpha, hello)
+        assert isinstance(welcome, msg.Welcome)
+        alpha.close(linger=0)
+
+        def take_over() -> msg.Message | None:
+            beta = squatter("beta")
+            try:
+                return answer(beta, msg.Goodbye(epoch=welcome.epoch))
+            except AssertionError:
+                return None
+            finally:
+                beta.close(linger=0)
+
+        assert isinstance(until(take_over, 30), msg.HelloRequired)
+        assert [learner["name"] for learner in syncer.status()["learners"]] == ["alpha"]
+        with Forged(
+            syncer.address, "alpha", SPECS, incarnation=incarnation, keys=ring.line("alpha")
+        ) as back:
+            back.join()
+            back.take()
+        until(lambda: not syncer.status()["learners"])
+    finally:
+        context.destroy(linger=0)
+
+
+# ---- the list changes ----
+
+
+def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path)
+    ring.learner("alpha")
+    ring.learner("beta", admitted=False)
+    flags = (*FLAGS, "--keys", str(ring.syncer), "--lease", "60")
+    with Daemon(*flags, bind=f"tcp://{here()}:*") as daemon:
+        address = daemon.address
+        operator = visitor_keys(address, str(ring.syncer), operator=True)
+
+        def present() -> list[str]:
+            return [learner["name"] for learner in fetch(address, keys=operator)["learners"]]
+
+        with Trainee(
+            small_model(0), address, "alpha", keys=folder(ring, "alpha"), close_timeout=1.0
+        ) as alpha:
+            alpha.wait(lambda: alpha.merged > 2)
+            ring.admit("beta")
+            (ring.syncer / "learners.d" / "broken.pub").write_text("nonsense")
+            daemon.send(signal.SIGHUP)
+            until(lambda: "the old list of keys stays" in daemon.err)
+            assert "broken.pub has 8 characters instead of 40" in daemon.err
+            assert present() == ["alpha"]
+            (ring.syncer / "learners.d" / "broken.pub").unlink()
+            daemon.send(signal.SIGHUP)
+            until(lambda: "2 learners are admitted; new: beta; no more: none" in daemon.err)
+            with Trainee(small_model(1), address, "beta", keys=folder(ring, "beta")) as beta:
+                beta.wait(lambda: beta.merged > 2)
+                ring.bar("alpha")
+                daemon.send(signal.SIGHUP)
+                until(lambda: present() == ["beta"], 10, "long before its lease")
+                assert alpha.learner is not None
+                link = alpha.learner._core.link  # type: ignore[union-attr]
+                until(lambda: link.refusal is not None and link.refusal[0] == "key", 20)
+                before, steps = beta.merged, alpha.steps
+                beta.wait(lambda: beta.merged > before + 2)
+                alpha.wait(lambda: alpha.steps > steps)  # alone, but it trains
+                assert "is turned away (key)" in daemon.err
+                with pytest.raises(UnreachableError, match="do not accept each other's keys"):
+                    attach(address, folder(ring, "alpha"))
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait() == 0
+        assert "Traceback" not in daemon.err
+
+
+def test_a_learner_that_came_before_its_key_joins_once_it_is_admitted(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path)
+    ring.learner("alpha", admitted=False)
+    with running_syncer(config={"keys": str(ring.syncer)}) as syncer:
+        options = {"keys": folder(ring, "alpha"), "require_syncer": False}
+        with Trainee(small_model(0), syncer.address, "alpha", **options) as alpha:
+            alpha.wait(lambda: syncer.status()["refused_keys"])
+            ring.admit("alpha")
+            syncer.reload()
+            alpha.wait(lambda: alpha.learner is not None and alpha.learner.connected, 40)
+
+
+def test_a_key_that_is_exchanged_bars_the_old_one(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path)
+    old = ring.line("alpha")
+    save_file({"w": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    config = {"keys": str(ring.syncer), "init": str(tmp_path)}
+    with (
+        running_syncer(fragments=1, config=config) as syncer,
+        Forged(syncer.address, "alpha", SPECS, keys=old) as alpha,
+    ):
+        alpha.join()
+        alpha.take()
+        ring.bar("alpha")
+        shutil.rmtree(folder(ring, "alpha"))
+        new = ring.line("alpha")
+        assert new.own != old.own
+        syncer.reload()
+        assert "not admitted" in alpha.hear(msg.Fence).reason
+        alpha.hello()
+        assert alpha.hear(msg.Refuse).code == "key"
+        alpha.say(msg.StatusRequest())
+        assert alpha.hear(msg.Refuse).code == "key"
+        with Forged(syncer.address, "alpha", SPECS, keys=new) as successor:
+            successor.join()
+            successor.take()
+
+
+# ---- it never fails open ----
+
+
+def test_the_syncer_ends_when_its_guard_dies(
+    ring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: list[bytes]) -> list[bytes]:
+        raise RuntimeError("a bug in the guard")
+
+    def one_more_handshake() -> None:
+        with running_syncer(config={"keys": str(ring.syncer)}) as syncer:
+            monkeypatch.setattr(syncer._security.guard, "_answer", fail)
+            with line_to(syncer.address, ring.line("alpha")):
+                until(lambda: syncer._context.closed)
+
+    with pytest.raises(RuntimeError, match="a bug in the guard"):
+        one_more_handshake()
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("admits everybody", "was let in"), ("answers nothing", "did not refuse a key")],
+)
+def test_a_syncer_whose_doors_do_not_refuse_a_stranger_serves_nobody(
+    ring: Keyring, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    if fault == "admits everybody":
+        monkeypatch.setattr(Guard, "name_of", lambda self, key: "anybody")
+    else:
+        monkeypatch.setattr(Guard, "_run", lambda self: None)
+        monkeypatch.setattr(syncer_security, "PROBE_SECONDS", 0.3)
+    config = SyncerConfig(
+        bind="tcp://127.0.0.1:*", keys=str(ring.syncer), parameters=parameters_from({})
+    )
+    with pytest.raises(InvariantError, match=says) as caught:
+        Syncer(config)
+    assert caught.value.exit_code == 70
+    assert "Nobody was served" in str(caught.value)
+
+
+# ---- the only way round ----
+
+
+def test_insecure_plaintext_works_and_is_never_silent(caplog: pytest.LogCaptureFixture) -> None:
+    host = here()
+    logging.getLogger("diloco").propagate = True
+    with Daemon(*FLAGS, "--insecure-plaintext", bind="tcp://0.0.0.0:*") as daemon:
+        until(lambda: "neither encrypted nor authenticated" in daemon.err)
+        address = f"tcp://{host}:{Address.parse(daemon.address).port}"
+        with Trainee(small_model(0), address, "a", keys="insecure-plaintext") as learner:
+            learner.wait(lambda: learner.merged > 2)
+        body = fetch(address, keys="insecure-plaintext")
+        assert body["security"] == "insecure-plaintext"
+        assert "neither encrypted nor authenticated" in body["problems"][0]
+        if host != "127.0.0.1":
+            assert "whoever is on the way can read and change the model" in caplog.text
+            with pytest.raises(ConfigError, match="keys='insecure-plaintext'"):
+                attach(address, None)
+
+
+def test_insecure_plaintext_is_said_again_every_ten_minutes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.getLogger("diloco").propagate = True
+    context = new_context()
+    security = Security(SyncerConfig(insecure_plaintext=True), context, lambda error: None)
+    context.destroy()
+    for now in (1000.0, 1001.0, 1599.0, 1600.5, 1700.0, 2201.0):
+        security.mind(now)
+    assert caplog.text.count("neither encrypted nor authenticated") == 3
+
+
+def test_refused_keys_are_logged_once_a_minute_at_most(
+    ring: Keyring, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("diloco").propagate = True
+    context = new_context()
+    security = Security(SyncerConfig(keys=str(ring.syncer)), context, lambda error: None)
+    try:
+        assert isinstance(security.guard, Guard)
+        for second in range(1000, 1130):
+            security.guard._note(fingerprint(new_pair().public), "10.0.0.7")
+            security.mind(float(second))
+        assert caplog.text.count("with unknown keys were refused") == 3
+        assert "60 connections with unknown keys were refused" in caplog.text
+    finally:
+        security.close()
+        context.destroy(linger=0)

@@ -20,13 +20,15 @@ from tests.waiting import until
 FLAGS = ("--sync-every", "4", "--fragments", "2", "--overlap", "1")
 
 
+@pytest.mark.parametrize("state", [False, True])
 def test_lives_of_a_daemon_with_real_learners_replay_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: bool
 ) -> None:
     tape = tmp_path / "tape"
+    more = ("--state", str(tmp_path / "state")) if state else ()
     for life, end in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGTERM), start=1):
         with (
-            Daemon(*FLAGS, "--tape", str(tape)) as daemon,
+            Daemon(*FLAGS, *more, "--tape", str(tape)) as daemon,
             Trainee(small_model(0), daemon.address, "a", close_timeout=1) as one,
             Trainee(small_model(0), daemon.address, "b", close_timeout=1, data=1) as two,
         ):

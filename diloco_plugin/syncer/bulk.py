@@ -40,6 +40,8 @@ WINDOW: Final = 4
 #: Messages that may wait for a peer that reads slowly; beyond it, it is forgotten.
 BACKLOG_MAX: Final = 256
 RETRY_SECONDS: Final = 0.005
+#: Chunks in a row that come after their transfer was given up: those on their way, of all rounds.
+UNWANTED_MAX: Final = 64
 
 PushKey: TypeAlias = tuple[Life, int]
 
@@ -52,7 +54,7 @@ class Reports(Protocol):
     def seed_arrived(self, life: Life) -> None: ...
     def seed_failed(self, life: Life, reason: str) -> None: ...
     def state_failed(self, joiner: Life, ticket: int, reason: str) -> None: ...
-    def strange_bytes(self, reason: str) -> None: ...
+    def strange_bytes(self, reason: str, life: Life | None, key: bytes) -> None: ...
     def broken(self, error: BaseException) -> None: ...
 
 
@@ -78,6 +80,8 @@ class Peer:
     life: Life
     #: the public key that it has shown; empty in plaintext
     key: bytes
+    #: chunks in a row that belong to no transfer
+    unwanted: int = 0
     outbox: deque[tuple[bytes, ...]] = field(default_factory=deque)
     #: what it is fetching: an older version stays readable until it has been fetched
     reading: dict[int, WireCopy] = field(default_factory=dict)
@@ -224,7 +228,9 @@ class Bulk:
             elif isinstance(message, Gone):
                 self._gone(self._peers[route].life, message)
         except WireError as error:
-            self._reports.strange_bytes(error.reason)
+            peer = self._peers.get(route)
+            life, key = (peer.life, peer.key) if peer is not None else (None, b"")
+            self._reports.strange_bytes(error.reason, life, key)
 
     def _pass_on(self, life: Life, message: Want | Chunk | Gone, frames: list[Any]) -> None:
         match message:
@@ -331,7 +337,12 @@ class Bulk:
             or transfer.fragment != message.fragment
             or transfer.receiver is None
         ):
-            return  # the round closed while the chunk was on its way
+            # The round may have closed while the chunk was on its way, but there are only so many.
+            self._peers[route].unwanted += 1
+            if self._peers[route].unwanted > UNWANTED_MAX:
+                raise WireError("unwanted", "chunks that nobody asked for")
+            return
+        self._peers[route].unwanted = 0
         try:
             self._store(transfer, message, frames)
         except WireError as error:

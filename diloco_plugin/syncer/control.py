@@ -5,16 +5,27 @@ It knows lives and messages, not decisions: the daemon makes events of what is h
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from diloco_plugin.core.conduct import HELLO_COST, QUARANTINE_NS, STRIKES_MAX, Conduct
 from diloco_plugin.core.events import Life
 from diloco_plugin.errors import WireError
 from diloco_plugin.net.sockets import Door, Sent
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_syncer, encode
+
+#: Longer ones are not everyday: they describe a model.
+SHORT_BYTES_MAX: Final = 16 * 1024
+QUARANTINE: Final = (
+    f"{STRIKES_MAX} of its messages broke the protocol: nobody listens to it for"
+    f" {QUARANTINE_NS // 10**9} s. If its line is noisy, use keys (`diloco keygen`)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +48,65 @@ class Control:
         self.strange: Counter[str] = Counter()
         self._routes: dict[Life, bytes] = {}
         self._lives: dict[bytes, Life] = {}
+        self._conduct = Conduct()
+        self._conduct_lock = threading.Lock()  # the bulk thread reports as well
+        #: lives whose quarantine begins
+        self.disgraced: list[Life] = []
 
     def hear(self) -> list[Heard]:
-        """What has come in; bytes that are no message are counted and forgotten."""
+        """What has come in; bytes that are no message are counted and forgotten, and so is what
+        goes beyond anybody's allowance.
+        """
         heard: list[Heard] = []
         for route, frames in self.door.receive():
-            message = self._decode(frames[0].buffer)
+            key = self.door.key_of(frames)
+            message = self._decode(route, key, frames[0].buffer)
             if message is not None:
-                heard.append(Heard(route, message, self.door.key_of(frames)))
+                heard.append(Heard(route, message, key))
         return heard
 
-    def _decode(self, data: Any) -> msg.ToSyncer | None:
+    def _decode(self, route: bytes, key: bytes, data: Any) -> msg.ToSyncer | None:
+        speaker, cost = self._speaker(route, key), HELLO_COST if len(data) > SHORT_BYTES_MAX else 1
+        with self._conduct_lock:
+            allowed = self._conduct.allows(speaker, time.monotonic_ns(), cost)
+        if not allowed:
+            self._strike("flood", speaker, self._lives.get(route))
+            return None
         try:
             return decode_to_syncer(data)
         except WireError as error:
-            self.strange[error.reason] += 1
+            self._strike(error.reason, speaker, self._lives.get(route))
             return None
 
-    def objection(self, heard: Heard) -> tuple[str, str] | None:
-        """Why nobody with that key may say this, as (code, text) of a refusal."""
+    def _speaker(self, route: bytes, key: bytes) -> Hashable:
+        """Whom to hold to account: the owner of the key, else the life, else the connection."""
+        return key or self._lives.get(route) or route
+
+    def _strike(self, reason: str, speaker: Hashable, life: Life | None) -> None:
+        self.strange[reason] += 1
+        with self._conduct_lock:
+            quarantined = self._conduct.strike(speaker, time.monotonic_ns())
+        if quarantined and life is not None:
+            self.disgraced.append(life)
+
+    def strike(self, life: Life, key: bytes) -> bool:
+        """A learner broke the protocol on its bulk connection. True: its quarantine begins. Any
+        thread.
+        """
+        with self._conduct_lock:
+            return self._conduct.strike(key or life, time.monotonic_ns())
+
+    def in_quarantine(self) -> int:
+        """How many speakers nobody listens to now."""
+        with self._conduct_lock:
+            return self._conduct.in_quarantine(time.monotonic_ns())
+
+    def objection(self, heard: Heard, life: Life | None = None) -> tuple[str, str] | None:
+        """Why nobody with that key, or that life, may say this, as (code, text) of a refusal."""
+        speaker = heard.key or life or self._speaker(heard.route, heard.key)
+        with self._conduct_lock:
+            if self._conduct.quarantined(speaker, time.monotonic_ns()):
+                return "quarantine", QUARANTINE
         name = getattr(heard.message, "name", None)
         return self._security.objection(heard.key, name)
 

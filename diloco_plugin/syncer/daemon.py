@@ -32,7 +32,7 @@ from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, new_context
 from diloco_plugin.store import Store
 from diloco_plugin.syncer.bulk import Bulk
-from diloco_plugin.syncer.control import Control, Heard
+from diloco_plugin.syncer.control import QUARANTINE, Control, Heard
 from diloco_plugin.syncer.keeping import Keeper, past_of
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
@@ -190,6 +190,9 @@ class Syncer:
             self._bar(self._security.reload())
         for heard in self._control.hear():
             self._take(heard)
+        disgraced, self._control.disgraced = self._control.disgraced, []
+        for life in disgraced:
+            self._step(ev.Barred(now_ns=time.monotonic_ns(), life=life, reason=QUARANTINE))
         while True:
             try:
                 event = self._queue.get_nowait()
@@ -318,7 +321,7 @@ class Syncer:
 
     def _hello(self, heard: Heard, hello: msg.Hello, now: int) -> None:
         life = self._control.knocking(heard, hello)
-        problem = self._control.objection(heard) or policy.judge_hello(
+        problem = self._control.objection(heard, life) or policy.judge_hello(
             hello.protocol, msg.PROTOCOL, hello.run, self.config.run
         )
         if problem is None:
@@ -440,9 +443,12 @@ class Syncer:
         now = time.monotonic_ns()
         self._post(ev.StateFailed(now_ns=now, life=joiner, ticket=ticket, reason=reason))
 
-    def strange_bytes(self, reason: str) -> None:
+    def strange_bytes(self, reason: str, life: Life | None, key: bytes) -> None:
         """Bulk thread: a peer broke the protocol."""
         self._strange_bulk[reason] += 1
+        # What was sent twice may have been asked for twice, after a reconnect.
+        if life is not None and reason != "duplicate" and self._control.strike(life, key):
+            self._post(ev.Barred(now_ns=time.monotonic_ns(), life=life, reason=QUARANTINE))
 
     def broken(self, error: BaseException) -> None:
         """Any thread: our own bug; the daemon must not go on."""
@@ -648,6 +654,7 @@ class Syncer:
                 body["fragments"], self._merging.the_model.layout.fragments, strict=False
             ):
                 entry["elements"] = fragment.elements
+        body["quarantined"] = self._control.in_quarantine()
         body |= self._security.status()
         body["problems"] = [*self._security.problems(), *policy.diagnose(body)]
         if self._tape is not None and self._tape.trouble:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diloco_plugin.core.conduct import STRIKES_MAX
 from diloco_plugin.net.sockets import Line
 from diloco_plugin.syncer import Syncer
 from diloco_plugin.wire import messages as msg
@@ -320,10 +321,55 @@ def test_other_learners_do_not_notice_an_attacker() -> None:
             forger.take()
             forger.progress(1_000_000)  # the honest one, second, is the clock
             bad = torch.full((forger.layout.fragments[0].elements,), float("nan"))
-            for _ in range(5):
+            for _ in range(2):  # two broken messages each: the fifth would end it
                 attack(forger, bad, syncer.status()["fragments"][0]["version"])
         rejected = rejections(syncer)
-        assert rejected == {"unknown round": 5, "not finite": 5}
+        assert rejected == {"unknown round": 2, "not finite": 2}
         at = honest.merged
         honest.wait(lambda: honest.merged > at + 5)
         assert all(bool(parameter.isfinite().all()) for parameter in honest.model.parameters())
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_who_breaks_the_protocol_again_and_again_is_put_into_quarantine(bulk: bool) -> None:
+    with (
+        running_syncer(sync_every=4, fragments=1, overlap=0) as syncer,
+        Trainee(small_model(0), syncer.address, "honest") as honest,
+    ):
+        honest.wait(lambda: honest.merged > 0)
+        assert honest.learner is not None
+        specs = honest.learner._census.specs
+        with Forged(syncer.address, "attacker", specs) as forger:
+            forger.join()
+            forger.take()
+            for _ in range(STRIKES_MAX):
+                (forger.say_bulk if bulk else forger.say_bytes)(GARBAGE["random"])
+            assert "broke the protocol" in forger.hear(msg.Fence).reason
+            assert [m["name"] for m in syncer.status()["learners"]] == ["honest"]
+            assert syncer.status()["quarantined"] == 1
+            forger.hello()
+            assert forger.hear(msg.Refuse).code == "quarantine"
+        at = honest.merged
+        honest.wait(lambda: honest.merged > at + 5)
+
+
+def test_a_flood_of_messages_is_cut_off_and_nobody_else_notices() -> None:
+    with (
+        running_syncer(sync_every=4, fragments=1, overlap=0) as syncer,
+        Trainee(small_model(0), syncer.address, "honest") as honest,
+    ):
+        honest.wait(lambda: honest.merged > 0)
+        assert honest.learner is not None
+        with Forged(syncer.address, "attacker", honest.learner._census.specs) as forger:
+            forger.join()
+            beat = encode(msg.Heartbeat(epoch=forger.epoch))
+
+            def flooded() -> bool:
+                for _ in range(2_000):
+                    forger.say_bytes(beat)
+                return syncer.status()["strange_messages"].get("flood", 0) > 0
+
+            honest.wait(flooded, 60)
+            honest.wait(lambda: syncer.status()["quarantined"] == 1, 60)
+        at = honest.merged
+        honest.wait(lambda: honest.merged > at + 5)

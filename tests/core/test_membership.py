@@ -220,3 +220,26 @@ def test_a_learner_of_an_earlier_life_brings_its_model_though_one_was_given(sync
     assert [seed.life for seed in bench.of(act.RequestSeed)] == [bench.life("a")]
     bench.knock("b")
     assert bench.of(act.Announce) == []
+
+
+def test_who_is_barred_is_dismissed_at_once_and_told_why(syncer: Make) -> None:
+    bench = syncer()
+    bench.join("a", "b")
+    bench.do(ev.Barred, life=bench.life("a"), reason="its key is not admitted any more")
+    dismissed = bench.one(act.Dismiss)
+    assert (dismissed.life, dismissed.tell) == (bench.life("a"), True)
+    assert dismissed.reason == "its key is not admitted any more"
+    assert [member.life.name for member in bench.core.members] == ["b"]
+    bench.do(ev.Heard, life=bench.life("a"))
+    assert bench.last == (act.AskHello(life=bench.life("a")),)
+
+
+def test_who_is_barred_leaves_no_claim_behind(syncer: Make) -> None:
+    bench = syncer()
+    bench.join("a")
+    bench.knock("a", number=2)
+    for number in (1, 2):
+        bench.do(ev.Barred, life=bench.life("a", number), reason="barred")
+    bench.do(ev.Ticked, 5000)
+    assert not bench.of(act.Admit)
+    assert not len(bench.core.members)

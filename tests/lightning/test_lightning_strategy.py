@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from litmodels import EVERY_STEP, QUIET, Regression, batches, same, trainer, weights
 
+from tests.keyring import Keyring
 from tests.syncers import global_model, running_syncer
 
 ADDRESS = "tcp://127.0.0.1:9"
@@ -41,6 +42,20 @@ def test_the_name_is_enough_with_the_address_in_the_environment(
         monkeypatch.setenv("DILOCO_SYNCER", syncer.address)
         trainer(strategy="diloco").fit(model, batches())
         assert same(weights(model), global_model(syncer))
+
+
+def test_a_fit_with_keys_joins_a_syncer_that_lets_in_known_keys_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DILOCO_NAME", raising=False)
+    ring = Keyring(tmp_path)
+    keys = str(ring.learner("berlin"))
+    model = Regression()
+    with running_syncer(config={"keys": str(ring.syncer)}, **EVERY_STEP) as syncer:
+        strategy = DiLoCoStrategy(syncer.address, keys=keys)
+        trainer(strategy=strategy).fit(model, batches())
+        assert same(weights(model), global_model(syncer))
+    assert strategy.callback.state_dict()["name"] == "berlin"
 
 
 def test_both_names_are_registered_and_may_be_registered_again() -> None:

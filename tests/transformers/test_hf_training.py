@@ -14,6 +14,7 @@ from diloco_transformers import DiLoCoCallback
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from diloco_plugin.errors import RefusedError, UnreachableError
+from tests.keyring import Keyring
 from tests.syncers import running_syncer
 
 
@@ -42,6 +43,15 @@ def test_the_address_may_come_from_the_environment(
     with running_syncer(sync_every=4, fragments=2) as syncer:
         monkeypatch.setenv("DILOCO_SYNCER", syncer.address)
         tiny.trainer_of(tmp_path, 3, [DiLoCoCallback]).train()
+        assert syncer.status()["fates"]["merged"] >= 1
+
+
+def test_a_trainer_with_keys_joins_a_syncer_that_lets_in_known_keys_only(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path / "keys")
+    keys = str(ring.learner("berlin"))
+    with running_syncer(sync_every=4, fragments=2, config={"keys": str(ring.syncer)}) as syncer:
+        callback = DiLoCoCallback(syncer.address, name="berlin", keys=keys)
+        tiny.trainer_of(tmp_path, 3, [callback]).train()
         assert syncer.status()["fates"]["merged"] >= 1
 
 

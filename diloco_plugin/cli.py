@@ -137,7 +137,7 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys",
         metavar="DIR",
-        help="folder of keys, or insecure-plaintext (default: DILOCO_KEYS from the environment)",
+        help="folder of keys, or insecure-plaintext (default: DILOCO_KEYS, else ~/.config/diloco)",
     )
 
 

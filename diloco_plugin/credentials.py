@@ -24,7 +24,7 @@ NAME_VARIABLE: Final = "DILOCO_NAME"
 
 
 def key_folder(keys: str | None) -> Path:
-    """Where `diloco keygen` puts keys: the given folder, DILOCO_KEYS, or ~/.config/diloco."""
+    """Where keys are: the given folder, DILOCO_KEYS, or ~/.config/diloco."""
     found = keys or os.environ.get(KEYS_VARIABLE, "")
     return Path("~/.config/diloco" if found in ("", INSECURE) else found).expanduser()
 
@@ -32,7 +32,7 @@ def key_folder(keys: str | None) -> Path:
 def learner_keys(address: str, keys: str | None, name: str | None) -> LineKeys | Insecure | None:
     """What the learner `name` (default: DILOCO_NAME, else whose key is there) connects with.
 
-    None where no keys were given: a `Line` then refuses every address but loopback.
+    None where there are none: a `Line` then refuses every address but loopback.
 
     Raises:
         ConfigError: the keys cannot be used; says which and why.
@@ -66,4 +66,8 @@ def _chosen(address: str, keys: str | None) -> Path | Insecure | None:
                 INSECURE,
             )
         return INSECURE
-    return Path(found).expanduser() if found else None
+    if found:
+        return Path(found).expanduser()
+    # On loopback a folder that merely exists must not turn a plaintext syncer away.
+    usual = key_folder(None)
+    return usual if not Address.parse(address).is_loopback and usual.is_dir() else None

@@ -44,7 +44,7 @@ def attach(
             name and process id.
         keys: folder of keys (`diloco keygen` makes one), needed where the syncer has keys or is on
             another machine; or "insecure-plaintext". Default: the environment variable
-            `DILOCO_KEYS`.
+            `DILOCO_KEYS`, else `~/.config/diloco`.
         run: refuse to join any other run than this one.
         tokens: units of work in a batch (what `forward` was called with); default: ones in
             `attention_mask`, else size of `input_ids`, else samples.

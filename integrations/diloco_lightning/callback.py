@@ -33,7 +33,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         name: of this learner; a learner that returns under its name finds its place again. Default:
             the environment variable `DILOCO_NAME`, else host name and process id.
         keys: folder of keys (`diloco keygen`), or "insecure-plaintext"; default: the environment
-            variable `DILOCO_KEYS`.
+            variable `DILOCO_KEYS`, else `~/.config/diloco`.
         run: refuse to join any other run than this one.
         module: sync only this submodule, under names relative to it: with "model" a LightningModule
             and a Hugging Face model of the same kind can share a run.

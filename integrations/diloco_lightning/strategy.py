@@ -47,7 +47,7 @@ class DiLoCoMixin:
             name: of this learner; a learner that returns under its name finds its place again.
                 Default: the environment variable `DILOCO_NAME`, else host name and process id.
             keys: folder of keys (`diloco keygen`), or "insecure-plaintext"; default: the
-                environment variable `DILOCO_KEYS`.
+                environment variable `DILOCO_KEYS`, else `~/.config/diloco`.
             run: refuse to join any other run than this one.
             module: sync only this submodule, under names relative to it.
             tokens: units of work in a batch; default: ones in `attention_mask`, else size of

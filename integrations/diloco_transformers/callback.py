@@ -48,7 +48,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         name: of this learner; one that returns under its name finds its place again. Default: the
             environment variable `DILOCO_NAME`, else host name and process id.
         keys: folder of keys (`diloco keygen`), or "insecure-plaintext"; default: the environment
-            variable `DILOCO_KEYS`.
+            variable `DILOCO_KEYS`, else `~/.config/diloco`.
         run: refuse to join any other run than this one.
         module: share only this submodule, under names relative to it.
         tokens: units of work in the keyword arguments of `forward`; default: ones in

@@ -41,7 +41,7 @@ class Past:
     @classmethod
     def seeded(cls, fragments: int) -> Past:
         """A run whose model was just brought: version 0 everywhere."""
-        return cls([0] * fragments, [True] * fragments, [[] for _ in range(fragments)])
+        return cls([0] * fragments, [False] * fragments, [[] for _ in range(fragments)])
 
     def add(self, commit: Commit) -> None:
         """One more merge is durable."""

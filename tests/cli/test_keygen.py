@@ -21,7 +21,8 @@ NEAR = "tcp://127.0.0.1:5555"
 @pytest.fixture(autouse=True)
 def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DILOCO_KEYS", "DILOCO_NAME"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test leaves there is removed
+        monkeypatch.delenv(name)
 
 
 def test_keygen_makes_what_syncer_and_learner_need_and_says_what_goes_where(

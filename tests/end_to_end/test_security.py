@@ -51,7 +51,8 @@ FLAGS = ("--sync-every", "4", "--fragments", "2", "--overlap", "1")
 @pytest.fixture(autouse=True)
 def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DILOCO_KEYS", "DILOCO_NAME", "DILOCO_SYNCER"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test leaves there is removed
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_the_name_is_enough_with_the_address_in_the_environment(
 def test_a_fit_with_keys_joins_a_syncer_that_lets_in_known_keys_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("DILOCO_NAME", raising=False)
+    monkeypatch.setenv("DILOCO_NAME", "berlin")
     ring = Keyring(tmp_path)
     keys = str(ring.learner("berlin"))
     model = Regression()

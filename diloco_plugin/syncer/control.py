@@ -70,12 +70,12 @@ class Control:
         with self._conduct_lock:
             allowed = self._conduct.allows(speaker, time.monotonic_ns(), cost)
         if not allowed:
-            self._strike("flood", speaker, self._lives.get(route))
+            self._strike("flood", speaker, self._life(route, key))
             return None
         try:
             return decode_to_syncer(data)
         except WireError as error:
-            self._strike(error.reason, speaker, self._lives.get(route))
+            self._strike(error.reason, speaker, self._life(route, key))
             return None
 
     def _speaker(self, route: bytes, key: bytes) -> Hashable:
@@ -115,8 +115,11 @@ class Control:
 
         A routing id alone proves nothing: when a connection is gone, another may take its id.
         """
-        life = self._lives.get(heard.route)
-        if life is None or not self._security.belongs(heard.key, life.name):
+        return self._life(heard.route, heard.key)
+
+    def _life(self, route: bytes, key: bytes) -> Life | None:
+        life = self._lives.get(route)
+        if life is None or not self._security.belongs(key, life.name):
             return None
         return life
 

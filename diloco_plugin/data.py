@@ -70,7 +70,7 @@ def shard(
 
 
 def _place(address: str, name: str, keys: LineKeys | Insecure | None) -> tuple[int, int]:
-    from diloco_plugin.net.sockets import ask
+    from diloco_plugin.net.asking import ask
     from diloco_plugin.wire.framing import decode_to_learner, encode
     from diloco_plugin.wire.messages import Place, PlaceRequest, Refuse
 

@@ -34,7 +34,7 @@ def fetch(
         WireError: something answered, but not as a syncer does.
     """
     # Late, as everything that `diloco --help` does not need.
-    from diloco_plugin.net.sockets import ask
+    from diloco_plugin.net.asking import ask
     from diloco_plugin.wire.framing import decode_to_learner, encode
     from diloco_plugin.wire.messages import Refuse, Status, StatusRequest
 

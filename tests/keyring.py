@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from diloco_plugin.net.keys import (
@@ -13,6 +15,8 @@ from diloco_plugin.net.keys import (
     read_door_keys,
     read_line_keys,
 )
+from diloco_plugin.net.options import Role, new_context
+from diloco_plugin.net.sockets import Line
 
 
 class Keyring:
@@ -47,3 +51,14 @@ class Keyring:
         return read_line_keys(
             folder if folder.exists() else self.learner(name, admitted=admitted), name
         )
+
+
+@contextmanager
+def line_to(address: str, keys: LineKeys, role: Role = "control") -> Iterator[Line]:
+    """A line that is closed at the end, in a context of its own."""
+    context = new_context()
+    try:
+        line = Line(context, address, role, keys)
+        yield line
+    finally:
+        context.destroy(linger=0)

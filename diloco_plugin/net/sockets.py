@@ -1,7 +1,7 @@
 """Doors (bound) and lines (connected): the two kinds of socket there are.
 
 Threads: a `Door` or `Line` belongs to the thread that uses it and is never shared; it may be made
-in one thread and handed to another before its first use. Nothing here blocks except `ask`.
+in one thread and handed to another before its first use. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any, Final, TypeAlias
 
 import zmq
 
-from diloco_plugin.errors import AddressInUseError, ConfigError, UnreachableError
+from diloco_plugin.errors import AddressInUseError, ConfigError
 from diloco_plugin.net.address import Address, require_keys
-from diloco_plugin.net.diagnosis import why_unreachable
 from diloco_plugin.net.guard import Guard
 from diloco_plugin.net.keys import Insecure, LineKeys
 from diloco_plugin.net.options import FRAMES_MAX, Role, new_context, new_dealer, new_router
 from diloco_plugin.net.poll import Poll, Source, Waker
 
-__all__ = ["Door", "Line", "Poll", "Role", "Sent", "Waker", "ask", "new_context"]
+__all__ = ["Door", "Line", "Poll", "Role", "Sent", "Waker", "new_context"]
 
 Payload: TypeAlias = bytes | bytearray | memoryview | zmq.Frame
 Context: TypeAlias = zmq.Context[Any]
@@ -290,41 +289,6 @@ class Line:
         if connected != self._connected:
             self._connected = connected
             self._events.append("connected" if connected else "disconnected")
-
-
-def ask(
-    address: Address | str,
-    request: bytes,
-    timeout_seconds: float,
-    keys: LineKeys | Insecure | None = None,
-) -> bytes:
-    """Sends one control message and returns the answer. Blocks; any thread.
-
-    The request may be sent again after a lost connection, so it must be harmless to repeat.
-
-    Raises:
-        UnreachableError: no answer in time; says how far it got.
-        ConfigError: the address is wrong.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    context = new_context()
-    try:
-        line = Line(context, address, "control", keys)
-        poll = Poll()
-        poll.add(line)
-        sent = False
-        while True:
-            events = line.events()
-            if "connected" in events or not sent:
-                sent = line.send(request)
-            for frames in line.receive():
-                return frames[0].bytes
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise UnreachableError(why_unreachable(line.address, timeout_seconds, sent, keys))
-            poll.wait(min(left, 0.25))
-    finally:
-        context.destroy(linger=0)
 
 
 def _receive(socket: zmq.Socket[bytes], frames_max: int) -> list[zmq.Frame] | None:

@@ -31,6 +31,16 @@ def free_ports() -> int:
             return int(port)
 
 
+def here() -> str:
+    """An address of this machine that others can reach, or a loopback one if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 class Process:
     """A Python process whose two streams go to files, so that it never blocks on them."""
 

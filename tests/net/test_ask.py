@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from diloco_plugin.errors import ConfigError, UnreachableError
-from diloco_plugin.net.sockets import Door, Poll, Waker, ask
+from diloco_plugin.net.asking import ask
+from diloco_plugin.net.sockets import Door, Poll, Waker
 from tests.net.conftest import Net
 
 

@@ -9,7 +9,8 @@ import pytest
 
 SETUP = """
 import socket, time
-from diloco_plugin.net.sockets import Door, Line, Sent, ask, new_context
+from diloco_plugin.net.asking import ask
+from diloco_plugin.net.sockets import Door, Line, Sent, new_context
 
 context = new_context()
 door = Door(context, "tcp://127.0.0.1:*", "bulk")

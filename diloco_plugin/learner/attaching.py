@@ -28,6 +28,9 @@ def attach(
     close_timeout: float | None = None,
     data_seed: int | None = None,
     model_config: str | None = None,
+    state: str = "peer",
+    scheduler: Any = None,
+    steps: int = 0,
 ) -> Learner:
     """Make this training a learner: join the run at `address` and take its model.
 
@@ -61,6 +64,12 @@ def attach(
         data_seed: seed of the data order; the syncer warns when two learners have the same.
         model_config: JSON of the model's configuration, published with the global model. Default:
             that of `model.config`, or of the adapter, if it is a Hugging Face model.
+        state: where the optimizer's state comes from when this learner joins. "peer": from the
+            learner that is furthest, if one can give it and this optimizer's own is not newer (a
+            resumed checkpoint); one line in the log says which it is. "fresh": nothing is taken.
+        scheduler: the learning rate scheduler, or a sequence of them: it is put where the peer's
+            stands, if it is of the same class.
+        steps: that a resumed checkpoint has behind it, where the optimizer's state does not count.
 
     Raises:
         UnreachableError: no syncer answered within `connect_timeout`.
@@ -77,6 +86,8 @@ def attach(
             "apply='inline' is for one optimizer: with several, another one's graph may be alive."
             " Use apply='boundary' and call learner.boundary() where no graph is alive."
         )
+    if state not in ("peer", "fresh"):
+        raise ConfigError(f"state={state!r} is unknown: use 'peer' or 'fresh'.")
     inline = apply == "inline" or (apply == "auto" and len(optimizers) == 1)
     learner = Learner(
         model,
@@ -92,6 +103,10 @@ def attach(
         close_timeout=close_timeout,
         data_seed=data_seed,
         model_config=model_config,
+        # who may train before it has joined has better by then
+        inner_state=state == "peer" and require_syncer,
+        scheduler=scheduler,
+        steps=steps,
     )
     try:
         learner.join(connect_timeout, required=require_syncer)

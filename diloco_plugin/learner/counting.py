@@ -107,6 +107,9 @@ class StepCounter:
         self._running: dict[int, list[int]] = {}
         self._moved = False
         self.total_hook_calls = 0
+        #: steps that have begun, and how many had at the last boundary: while they are equal, no
+        #: step runs, and the state of the optimizers stands still. Other threads may read them.
+        self.begun = self.settled = 0
         self.attach(optimizers)
 
     @property
@@ -118,6 +121,15 @@ class StepCounter:
         """Return ``moved`` and start the next stepping batch."""
         moved, self._moved = self._moved, False
         return moved
+
+    def settle(self) -> None:
+        """A boundary is over, and no step runs."""
+        self.settled = self.begun
+
+    @property
+    def sees_all(self) -> bool:
+        """Do hooks tell when a step begins, whichever optimizer takes it?"""
+        return self._global_handle is None
 
     def assume(self) -> None:
         """Believe that a real step happened, though no hook said so."""
@@ -171,6 +183,7 @@ class StepCounter:
             del _owners[optimizer]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.begun += 1
         if torch.compiler.is_compiling():
             return  # dynamo cannot trace frames
         caller = sys._getframe(1)
@@ -205,11 +218,16 @@ class StepCounter:
             self._moved |= not _skipped_by_amp(optimizer)
 
 
+def forwards(wrapper: object) -> bool:
+    """Is this a wrapper of Accelerate, Lightning or Fabric that only forwards?"""
+    return not _packages(wrapper).isdisjoint(_FORWARDING_PACKAGES)
+
+
 def unwrap(optimizer: object) -> object:
     """Return what Accelerate, Lightning or Fabric wrapped, however often; else itself."""
     while True:
         inner = getattr(optimizer, "optimizer", None)
-        if inner is None or _packages(optimizer).isdisjoint(_FORWARDING_PACKAGES):
+        if inner is None or not forwards(optimizer):
             return optimizer
         optimizer = inner
 

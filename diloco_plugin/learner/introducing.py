@@ -54,6 +54,7 @@ class Introduction:
             data_seed=self.data_seed,
             model_config=self.model_config,
             version=self.version,
+            wants_state=action.wants_state,
         )
 
 

@@ -19,6 +19,7 @@ from diloco_plugin._version import __version__
 from diloco_plugin.config import default_address
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
+from diloco_plugin.core.handover import Wish
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
 from diloco_plugin.credentials import learner_keys
@@ -29,6 +30,7 @@ from diloco_plugin.learner.counting import (
     refuse_unsupported,
     unknown_parameters,
 )
+from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.introducing import Introduction
 from diloco_plugin.learner.island import Island, detect
 from diloco_plugin.learner.joining import (
@@ -78,16 +80,22 @@ class Learner:
         close_timeout: float | None,
         data_seed: int | None,
         model_config: str | None,
+        inner_state: bool,
+        scheduler: Any,
+        steps: int,
     ) -> None:
         """Examine the model and start looking for the syncer; `join()` waits for it."""
         refuse_unsupported(optimizers)
         self._optimizers = optimizers
         self._census = census(model, buffers="merge", within=module)
+        parameters = {n: t for n, t in self._census.tensors.items() if isinstance(t, nn.Parameter)}
         self._counter = StepCounter(
             optimizers,
-            [t for t in self._census.tensors.values() if isinstance(t, nn.Parameter)],
+            parameters.values(),
             on_step=self.boundary if inline else None,
         )
+        self._inner = InnerState(parameters, optimizers, scheduler)
+        self._wish = Wish(wanted=inner_state, own=self._inner.steps_behind(steps))
         self._tokens = TokenCounter(_innermost(model) if count_forward else None, tokens)
         self._island: Island = detect()
         self._close_timeout = close_timeout
@@ -112,7 +120,9 @@ class Learner:
                 problem = problem_of(error)
         problem = self._island.share_text(problem)
         self.name = self.name or default_name()
-        self._turns = Turns(self._census, optimizers, self._island, self._core, self._session)
+        self._turns = Turns(
+            self._census, optimizers, self._inner, self._island, self._core, self._session
+        )
         if problem:  # on all ranks: those that do not speak would wait for ever
             self.abandon()
             raise error_of(problem)
@@ -128,7 +138,9 @@ class Learner:
         module: str | None,
     ) -> None:
         incarnation = secrets.token_hex(16)
-        self._core = LearnerCore(incarnation=incarnation, now_ns=time.monotonic_ns())
+        self._core = LearnerCore(
+            incarnation=incarnation, now_ns=time.monotonic_ns(), wish=self._wish
+        )
         if model_config is None:
             part = _innermost(model).get_submodule(module or "")
             model_config = model_config_json(_innermost(part))
@@ -141,7 +153,9 @@ class Learner:
             model_config=model_config,
             version=__version__,
         )
-        self._session = Session(address, security, introduction, self._core)
+        self._session = Session(
+            address, security, introduction, self._core, self._inner, self._counter
+        )
 
     # ---- joining ----
 
@@ -163,19 +177,22 @@ class Learner:
     def _join_turn(self, patience: Patience, required: bool) -> tuple[str, bool]:
         """One look of all ranks. Returns a problem (leader only), and whether all is done."""
         problem, over = "", False
+        event: ev.LearnerEvent = ev.Paused(now_ns=time.monotonic_ns())
         if self._session is not None and self._core is not None:
             with self._session.changed:
                 refusal = self._core.link.refusal
-                standing = self._core.link.standing
-                news = standing is Standing.LIVE or refusal or self._session.error
-                if required and not news:
+                joined = self._core.joined
+                if required and not (joined or refusal or self._session.error):
                     self._session.changed.wait(WAIT_SECONDS)
             if refusal is not None and required:
                 problem = f"{refusal[0]}: {refusal[1]}"
-            elif standing is not Standing.LIVE and required and patience.over(self._moved()):
-                problem = f"unreachable: {why_not_joined(self._session, self._core)}"
+            elif not joined and required and patience.over(self._moved()):
+                if self._core.holds_model and self._core.link.connected:
+                    event = ev.StateRefused(now_ns=time.monotonic_ns(), reason="it does not come")
+                else:
+                    problem = f"unreachable: {why_not_joined(self._session, self._core)}"
             over = bool(problem) or not required
-        done = self._turns.turn(ev.Paused(now_ns=time.monotonic_ns()), over=over, joining=True)
+        done = self._turns.turn(event, over=over, joining=True)
         return problem, done
 
     # ---- training ----
@@ -190,15 +207,19 @@ class Learner:
         Args:
             tokens: units of work since the last call, where they cannot be counted in `forward`.
         """
-        if not self._alive or self._busy or not self._counter.take():
+        if not self._alive or self._busy:
             return
-        started = time.perf_counter()
-        self._busy = True
-        try:
-            self._step(tokens)
-        finally:
-            self._busy = False
-            self.boundary_seconds += time.perf_counter() - started
+        if self._counter.take():
+            started = time.perf_counter()
+            self._busy = True
+            try:
+                self._step(tokens)
+            finally:
+                self._busy = False
+                self.boundary_seconds += time.perf_counter() - started
+        self._counter.settle()
+        if self._session is not None:
+            self._session.settled()
 
     def _step(self, tokens: int | None) -> None:
         counted = self._tokens.take() if tokens is None else tokens

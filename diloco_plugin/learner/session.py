@@ -16,12 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from torch import Tensor
+
 from diloco_plugin.config import parameters_from
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.errors import ConfigError, LayoutError, WireError
+from diloco_plugin.learner.counting import StepCounter
+from diloco_plugin.learner.handover import Giving, Taking
+from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.introducing import Introduction, checked
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.transfers import Transfers
@@ -66,6 +71,8 @@ class Session:
         security: LineKeys | Insecure | None,
         introduction: Introduction,
         core: LearnerCore,
+        inner: InnerState,
+        steps: StepCounter,
     ) -> None:
         """Opens sockets and starts the I/O thread.
 
@@ -84,6 +91,10 @@ class Session:
         #: staged snapshots that were not offered yet, and versions that wait for a boundary
         self.staged: dict[int, Buffer] = {}
         self.arrived: dict[int, Buffer] = {}
+        #: a peer's inner optimizer state that waits for a boundary
+        self.inherited: Tensor | None = None
+        self.giving = Giving(inner, steps, lambda: core.clock)
+        self._taking = Taking(inner, self._state_done)
         self._introduction = checked(introduction)
         self._address = Address.parse(address)
         self._security = security
@@ -160,6 +171,8 @@ class Session:
             buffer = self.arrived.pop(action.fragment, None)
         elif isinstance(action, act.Unstage):
             buffer = self.staged.pop(action.fragment, None)
+        elif isinstance(action, act.DropState):
+            self.inherited = None
         if buffer is not None:
             assert self._replica is not None
             self._replica.give_back(buffer)
@@ -170,6 +183,11 @@ class Session:
             self._unsettled += 1
         self._inbox.append(lambda: self._rebase(fragment, buffer))
         self._waker.wake()
+
+    def settled(self) -> None:
+        """A boundary is over: a snapshot of the optimizers that was asked for can begin."""
+        if self.giving.settled():
+            self._waker.wake()
 
     def settle_bases(self) -> None:
         """Wait until every applied fragment is also the base (a matter of milliseconds)."""
@@ -217,6 +235,8 @@ class Session:
         wait = (deadline - time.monotonic_ns()) / 1e9
         if self._transfers is not None and self._transfers.backlog:
             wait = min(wait, RETRY_SECONDS)
+        if self.giving.busy:
+            wait = 0.0
         self._poll.wait(min(max(0.0, wait), LOOK_SECONDS))
         self._waker.drain()
         self._carry_out_inbox()
@@ -227,6 +247,7 @@ class Session:
             for frames in self._bulk.receive():
                 self._take_bulk(frames)
             self._transfers.flush()
+        self._give()
         if time.monotonic_ns() >= deadline:
             self._step(ev.Ticked(now_ns=time.monotonic_ns()))
             self._mind_bulk()
@@ -251,6 +272,27 @@ class Session:
                 item()
             else:
                 self._carry_out(item)
+
+    def _give(self) -> None:
+        answer = self.giving.turn()
+        if answer is not None:
+            message = msg.StateAnswer(
+                epoch=self.core.link.epoch,
+                ticket=answer.ticket,
+                clock=answer.clock,
+                size=answer.size,
+                nothing=answer.nothing,
+            )
+            self._control.send(encode(message))
+
+    def _state_done(self, ticket: int, stream: Tensor | None, problem: str) -> None:
+        with self.lock:
+            self.inherited = stream
+        now = time.monotonic_ns()
+        if problem:
+            self._step(ev.StateUnusable(now_ns=now, ticket=ticket, reason=problem))
+        else:
+            self._step(ev.StateArrived(now_ns=now, ticket=ticket))
 
     def _rebase(self, fragment: int, buffer: Buffer) -> None:
         assert self._replica is not None
@@ -316,6 +358,10 @@ class Session:
                 self._control.send(encode(msg.ProbeAnswer(nonce=message.nonce)))
             case msg.Warn():
                 log.warning("%s", message.text)
+            case msg.StateRequest():
+                self.giving.begin(message.ticket)
+            case msg.StateOver():
+                self.giving.end(message.ticket)
             case msg.Fate():
                 if self._transfers is not None:
                     self._transfers.withdraw(message.round)
@@ -353,6 +399,7 @@ class Session:
             # A syncer of another run that takes this one's address must not get this training.
             self._introduction = replace(self._introduction, run=place.run)
         self._token = welcome.token
+        self.giving.end()
         if self._bulk is None:
             bulk = self._address.with_port(welcome.bulk_port)
             self._bulk = Line(self._context, bulk, "bulk", self._security)
@@ -388,6 +435,8 @@ class Session:
         self._transfers = Transfers(
             self._bulk,
             self._replica,
+            self.giving,
+            self._taking,
             push_done=lambda f: self._step(ev.PushSent(now_ns=time.monotonic_ns(), fragment=f)),
             fetch_done=self._fetched,
             fetch_gone=lambda f, v: self._step(
@@ -421,6 +470,14 @@ class Session:
                 self._release(action.fragment)
             case act.Unstage():
                 pass  # free() has done it
+            case act.FetchState():
+                self._taking.begin(action.ticket, action.size)
+                if self._transfers is not None:  # else its connection asks when it is there
+                    self._transfers.grant_state()
+            case act.DropState():
+                self._taking.end()
+            case act.NoteState():
+                log.info("inner state: %s", action.text)
             case act.SayHello():
                 self._say_hello(action)
             case act.Reconnect():

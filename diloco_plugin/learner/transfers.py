@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from diloco_plugin.errors import WireError
+from diloco_plugin.learner.handover import Giving, Taking
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.net.sockets import Line
 from diloco_plugin.tensors.codec import Codec, codec
@@ -58,6 +59,8 @@ class Transfers:
         self,
         line: Line,
         replica: Replica,
+        giving: Giving,
+        taking: Taking,
         *,
         push_done: Callable[[int], None],
         fetch_done: Callable[[int, int, Buffer], None],
@@ -67,6 +70,8 @@ class Transfers:
         self.moved = 0
         self._line = line
         self._replica = replica
+        self._giving = giving
+        self._taking = taking
         self._push_done = push_done
         self._fetch_done = fetch_done
         self._fetch_gone = fetch_gone
@@ -99,6 +104,8 @@ class Transfers:
             for fragment, fetch in self._fetches.items():
                 fetch.receiver.restart()
                 self._grant(fragment, fetch)
+            self._taking.restart()
+            self.grant_state()
 
     def cut(self) -> None:
         """The bulk connection is gone; what was queued is lost, transfers go on after `greet`."""
@@ -126,6 +133,8 @@ class Transfers:
             self.withdraw(round_)
         self._token = b""
         self._seed_wants = []
+        self._giving.end()
+        self._taking.end()
         self.cut()
 
     def serve_seed(self) -> None:
@@ -135,6 +144,11 @@ class Transfers:
             self._serve(want)
 
     def _serve(self, want: Want) -> None:
+        if want.kind == "state":
+            self.moved += 1
+            for message in self._giving.chunks(want):
+                self._send(*message)
+            return
         push = self._pushes.get(want.key) if want.kind == "push" else None
         if want.kind not in ("push", "seed") or (want.kind == "push" and push is None):
             self._send(encode(Gone(kind=want.kind, fragment=want.fragment, key=want.key)))
@@ -185,6 +199,12 @@ class Transfers:
         if fetch is not None:
             self._replica.give_back(fetch.buffer)
 
+    def grant_state(self) -> None:
+        """Ask for what comes next of a peer's inner optimizer state, if any is on its way."""
+        if self._greeted:
+            for want in self._taking.wants():
+                self._send(want)
+
     def _grant(self, fragment: int, fetch: Incoming) -> None:
         if not self._greeted:
             return
@@ -204,8 +224,13 @@ class Transfers:
         match message:
             case Want():
                 self._serve(message)
+            case Chunk(kind="state"):
+                self.moved += self._taking.receive(message, frames)
+                self.grant_state()
             case Chunk():
                 self._receive(message, frames)
+            case Gone(kind="state"):
+                self._taking.gone(message.key)
             case Gone():
                 fetch = self._fetches.get(message.fragment)
                 if fetch is not None and fetch.version == message.key:

@@ -28,6 +28,16 @@ def event_of(message: msg.ToLearner, now: int) -> ev.LearnerEvent | None:
             )
         case msg.SeedRequest():
             return ev.SeedAsked(now_ns=now)
+        case msg.StateOffer():
+            return ev.StateAnnounced(
+                now_ns=now,
+                ticket=message.ticket,
+                donor=message.donor,
+                clock=message.clock,
+                size=message.size,
+            )
+        case msg.NoState():
+            return ev.StateRefused(now_ns=now, reason=message.reason)
         case msg.Refuse():
             return ev.TurnedAway(now_ns=now, code=message.code, text=message.text)
         case msg.HelloRequired():
@@ -54,6 +64,8 @@ def message_of(action: act.LearnerAction, epoch: int) -> msg.Message | None:
             )
         case act.SayTaken():
             return msg.Taken(epoch=epoch)
+        case act.SayState():
+            return msg.StateResult(epoch=epoch, ticket=action.ticket, problem=action.problem)
         case act.AskClose():
             return msg.CloseRequest(epoch=epoch, fragments=action.fragments)
         case act.Leave():

@@ -8,9 +8,13 @@ else is handed to the I/O thread.
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
 
 from diloco_plugin.config import parameters_from, parameters_to
 from diloco_plugin.core import actions as act
@@ -18,17 +22,21 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
 from diloco_plugin.core.parameters import Parameters
+from diloco_plugin.errors import UnsupportedError
+from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.island import Island
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.session import Session
 from diloco_plugin.tensors.layout import Census, Layout, build_layout, taking_part
+
+log = logging.getLogger("diloco.learner")
 
 #: How long the training thread waits for news at a time, in lockstep and at the ends of training.
 WAIT_SECONDS: Final = 0.05
 #: First number of a plan: will there be another turn at this boundary?
 _DONE, _AGAIN = 0, 1
 #: Opcodes of a plan.
-_APPLY, _BLEND, _CAPTURE, _RESTORE, _LAY_OUT, _STOP = range(1, 7)
+_APPLY, _BLEND, _CAPTURE, _RESTORE, _LAY_OUT, _STOP, _STATE = range(1, 8)
 
 Reserved: TypeAlias = list[tuple[act.LearnerAction, Buffer | None]]
 
@@ -47,6 +55,7 @@ class Turns:
         self,
         census: Census,
         optimizers: Sequence[Any],
+        inner: InnerState,
         island: Island,
         core: LearnerCore | None,
         session: Session | None,
@@ -58,6 +67,7 @@ class Turns:
         self.should_stop = False
         self._census = census
         self._optimizers = optimizers
+        self._inner = inner
         self._island = island
         self._core = core
         self._session = session
@@ -94,7 +104,7 @@ class Turns:
         if self._core.closing:
             return self._core.link.standing is not Standing.LEFT
         if joining:
-            return self._core.link.standing is not Standing.LIVE
+            return not self._core.joined
         with self._session.changed:
             if self._core.must_wait():
                 self._session.changed.wait(WAIT_SECONDS)
@@ -116,6 +126,8 @@ class Turns:
                 if isinstance(action, act.Release | act.Unstage):
                     self._session.free(action)
                     continue
+                if isinstance(action, act.DropState):
+                    self._session.free(action)
                 if isinstance(action, act.Apply):
                     buffer = self._session.arrived.pop(action.fragment)
                 elif isinstance(action, act.Snapshot):
@@ -146,6 +158,10 @@ class Turns:
                 case act.Restore():
                     session.settle_bases()
                     self._restore()
+                case act.ApplyState():
+                    stream, session.inherited = session.inherited, None
+                    remark = self._inherit(stream)
+                    log.info("inner state: %s%s", action.source, remark)
                 case _:
                     session.post([action])
 
@@ -168,12 +184,27 @@ class Turns:
                 self._capture()
             elif code == _RESTORE:
                 self._restore()
+            elif code == _STATE:
+                self._inherit(None)
 
     def _apply(self, fragment: int, alpha: float, buffer: Buffer) -> None:
         assert self.replica is not None
         elements = self.replica.layout.fragments[fragment].elements
         self._island.share_flat(buffer.flat[:elements])
         self.replica.apply(fragment, buffer, alpha, self._optimizers)
+
+    def _inherit(self, stream: Tensor | None) -> str:
+        """Begin with a peer's inner optimizer state, which the leader holds."""
+        (size,) = self._island.share_plan([stream.numel() if stream is not None else 0])
+        stream = torch.empty(size, dtype=torch.uint8) if stream is None else stream
+        self._island.share_flat(stream)
+        problem = self._inner.problem(stream) if not self._island.leader else ""
+        if problem:
+            raise UnsupportedError(
+                f"this rank cannot take the inner optimizer state that the first one takes:"
+                f" {problem}. Give all ranks of a learner the same optimizer, or state='fresh'."
+            )
+        return self._inner.apply(stream)
 
     def _capture(self) -> None:
         assert self.replica is not None
@@ -237,6 +268,8 @@ def _encode_plan(reserved: Reserved) -> list[int]:
             plan.append(_CAPTURE)
         elif isinstance(action, act.Restore):
             plan.append(_RESTORE)
+        elif isinstance(action, act.ApplyState):
+            plan.append(_STATE)
     return plan
 
 

@@ -1,14 +1,15 @@
 """What an inner optimizer state consists of, as it travels from one learner to another.
 
-The stream of a ticket is: the length of the manifest (8 bytes, little-endian), the manifest
-(msgpack), then every tensor in the manifest's order, raw and little-endian; all begin at multiples
-of 8 bytes. Sizes follow from shapes and dtypes and are never told. It comes from a learner that may
-lie: whatever is decoded here is typed and bounded, and fits the bytes that came with it exactly.
+The stream of a ticket is: every tensor in the manifest's order, raw and little-endian, each at a
+multiple of 8 bytes; then the manifest (msgpack); then its length (8 bytes, little-endian). Sizes
+follow from shapes and dtypes and are never told. It comes from a learner that may lie: whatever is
+decoded here is typed and bounded, and fits the bytes that came with it exactly.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -64,9 +65,8 @@ class ParameterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
 
 
 class GroupState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One param_group: its learning rate, what decides which state it needs, its parameters."""
+    """One param_group: what decides which state it needs, and its parameters."""
 
-    lr: float
     switches: Annotated[dict[Key, bool], msgspec.Meta(max_length=64)]
     parameters: Annotated[tuple[ParameterState, ...], msgspec.Meta(max_length=TENSORS_MAX)]
 
@@ -89,17 +89,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     """Everything but the tensors."""
 
     optimizers: Annotated[tuple[OptimizerState, ...], msgspec.Meta(max_length=64)]
+    #: learning rates of all groups, by optimizer
+    rates: Annotated[tuple[tuple[float, ...], ...], msgspec.Meta(max_length=64)]
     positions: Annotated[tuple[Position, ...], msgspec.Meta(max_length=64)]
-
-    def entries(self) -> list[Entry]:
-        """All tensors, in the order in which they travel."""
-        return [
-            entry
-            for optimizer in self.optimizers
-            for group in optimizer.groups
-            for parameter in group.parameters
-            for entry in parameter.tensors
-        ]
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -127,26 +119,43 @@ def chunk_range(index: int, size: int) -> tuple[int, int]:
     return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, size)
 
 
-def head_of(manifest: Manifest) -> bytes:
-    """What comes before the tensors, padded.
+def entries_of(optimizers: Iterable[OptimizerState]) -> list[Entry]:
+    """All tensors, in the order in which they travel."""
+    return [
+        entry
+        for optimizer in optimizers
+        for group in optimizer.groups
+        for parameter in group.parameters
+        for entry in parameter.tensors
+    ]
+
+
+def places(entries: Iterable[Entry]) -> tuple[list[int], int]:
+    """Where each tensor begins, and where all end.
 
     Raises:
-        WireError: "oversize".
+        WireError: "invalid": an unknown dtype.
     """
-    data = _encoder.encode(manifest)
-    if len(data) > MANIFEST_BYTES_MAX // 2:
-        raise WireError("oversize", f"A manifest of {len(data):,} bytes.")
-    head = len(data).to_bytes(8, "little") + data
-    return head + bytes(-len(head) % _ALIGN)
-
-
-def offsets(head: int, entries: list[Entry]) -> tuple[list[int], int]:
-    """Where each tensor begins behind a head of so many bytes, and where all ends."""
-    starts, at = [], head
+    starts, at = [], 0
     for entry in entries:
         starts.append(at)
         at += entry.nbytes + -entry.nbytes % _ALIGN
     return starts, at
+
+
+def tail_of(manifest: Manifest) -> bytes:
+    """What follows the tensors.
+
+    Raises:
+        WireError: "oversize", or "invalid" when it cannot be encoded.
+    """
+    try:
+        data = _encoder.encode(manifest)
+    except Exception as error:  # an int of more than 64 bits, a name with surrogates
+        raise WireError("invalid", f"A manifest cannot be encoded: {error}.") from error
+    if len(data) > MANIFEST_BYTES_MAX - _ALIGN:
+        raise WireError("oversize", f"A manifest of {len(data):,} bytes.")
+    return data + len(data).to_bytes(_ALIGN, "little")
 
 
 def read(stream: memoryview) -> tuple[Manifest, list[int]]:
@@ -155,18 +164,19 @@ def read(stream: memoryview) -> tuple[Manifest, list[int]]:
     Raises:
         WireError: it is none, or does not fit its bytes.
     """
-    length = int.from_bytes(stream[:8], "little")
-    if not 0 < length <= min(MANIFEST_BYTES_MAX, stream.nbytes - 8):
+    length = int.from_bytes(stream[-_ALIGN:], "little")
+    begin = stream.nbytes - _ALIGN - length
+    if not 0 < length <= MANIFEST_BYTES_MAX or begin < 0:
         raise WireError("invalid", f"A manifest of {length:,} bytes in {stream.nbytes:,}.")
     try:
-        manifest = _decoder.decode(stream[8 : 8 + length])
+        manifest = _decoder.decode(stream[begin : begin + length])
     except Exception as error:  # as in framing: whatever bytes provoke is the peer's fault
         raise WireError("invalid", f"{error} (manifest of {length:,} bytes).") from None
     for position in manifest.positions:
         _check_numbers(position.numbers, DEPTH_MAX)
-    starts, end = offsets(8 + length + -length % _ALIGN, manifest.entries())
-    if end != stream.nbytes:
-        raise WireError("wrong_size", f"Tensors up to byte {end:,} in {stream.nbytes:,} bytes.")
+    starts, end = places(entries_of(manifest.optimizers))
+    if end != begin:
+        raise WireError("wrong_size", f"Tensors up to byte {end:,}, the manifest at {begin:,}.")
     return manifest, starts
 
 

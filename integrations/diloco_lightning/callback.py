@@ -45,6 +45,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             says (30).
         data_seed: seed of the data order; the syncer warns when two learners have the same.
             Default: that of `seed_everything`, if it was called.
+        state: where the state of the optimizers comes from when this learner joins: "peer", from
+            the learner that is furthest, unless a resumed checkpoint is newer, or "fresh".
+            Learning rate schedulers of the same class move along.
         log_metrics: log numbers named `diloco/...` to the Trainer's loggers, as often as the
             Trainer logs.
     """
@@ -62,6 +65,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         connect_timeout: float = 60.0,
         close_timeout: float | None = None,
         data_seed: int | None = None,
+        state: str = "peer",
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
@@ -75,6 +79,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self.connect_timeout = connect_timeout
         self.close_timeout = close_timeout
         self.data_seed = data_seed
+        self.state = state
         self.log_metrics = log_metrics
         self._learner: Learner | None = None
         self._state: dict[str, Any] = {}
@@ -117,6 +122,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             connect_timeout=self.connect_timeout,
             close_timeout=self.close_timeout,
             data_seed=self._seed(),
+            state=self.state,
+            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+            steps=trainer.global_step,
         )
         self._learner.load_state_dict(self._state)
         self._steps_seen = trainer.global_step

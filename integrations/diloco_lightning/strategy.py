@@ -36,6 +36,7 @@ class DiLoCoMixin:
         connect_timeout: float = 60.0,
         close_timeout: float | None = None,
         data_seed: int | None = None,
+        state: str = "peer",
         log_metrics: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -57,6 +58,8 @@ class DiLoCoMixin:
             close_timeout: seconds that leaving waits while nothing moves; default: what the syncer
                 says (30).
             data_seed: seed of the data order; the syncer warns when two learners have the same.
+            state: where the state of the optimizers comes from when this learner joins: "peer",
+                from the learner that is furthest, or "fresh".
             log_metrics: log numbers named `diloco/...` to the Trainer's loggers.
             **kwargs: what the strategy beneath takes.
         """
@@ -72,6 +75,7 @@ class DiLoCoMixin:
             connect_timeout=connect_timeout,
             close_timeout=close_timeout,
             data_seed=data_seed,
+            state=state,
             log_metrics=log_metrics,
         )
 

@@ -59,6 +59,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
             says (30).
         data_seed: seed of the data order; the syncer warns when two learners have the same.
             Default: `args.data_seed`, else `args.seed`.
+        state: where the optimizer's state comes from when this learner joins: "peer", from the
+            learner that is furthest, unless a resumed checkpoint is newer, or "fresh". The
+            learning rate scheduler moves along.
 
     Raises:
         UnsupportedError: from the Trainer's constructor or `train()`, under DeepSpeed or FSDP.
@@ -78,6 +81,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         connect_timeout: float = 60.0,
         close_timeout: float | None = None,
         data_seed: int | None = None,
+        state: str = "peer",
     ) -> None:
         """Note the arguments; nothing is opened before training begins."""
         self._syncer = syncer
@@ -90,6 +94,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         self._connect_timeout = connect_timeout
         self._close_timeout = close_timeout
         self._data_seed = data_seed
+        self._state = state
         self._learner: Learner | None = None
         self._graph_alive = False
 
@@ -126,6 +131,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
         control: Any,
         model: Any = None,
         optimizer: Any = None,
+        lr_scheduler: Any = None,
         **_: Any,
     ) -> None:
         """Join: the weights of a checkpoint, if there is one, are loaded by now."""
@@ -148,6 +154,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # untyped base
             connect_timeout=self._connect_timeout,
             close_timeout=self._close_timeout,
             data_seed=seed if self._data_seed is None else self._data_seed,
+            state=self._state,
+            scheduler=lr_scheduler,
+            steps=state.global_step,
         )
         saved = state.stateful_callbacks.get(STATE_KEY)
         if isinstance(saved, dict):

@@ -16,6 +16,7 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.errors import ConfigError
 from diloco_plugin.learner import Learner
+from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.island import Solo
 from diloco_plugin.learner.replica import Replica
 from diloco_plugin.learner.session import Place
@@ -50,7 +51,7 @@ def test_other_ranks_blend_by_the_leaders_alpha(alpha: float) -> None:
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.detach().clone()
     found = census(model, buffers="merge")
-    follower = Turns(found, [], Told(), None, None)
+    follower = Turns(found, [], InnerState({}, [], None), Told(), None, None)
     # not told by the parameters: those may be of an earlier life of the syncer
     follower.replica = Replica(build_layout(found.specs, 1), found.tensors)
     follower._follow(_encode_plan([(act.Apply(fragment=0, version=1, alpha=alpha), None)]))

@@ -1,4 +1,4 @@
-"""The command `diloco`: start a syncer, look at one, check it, make keys, replay a tape.
+"""The command `diloco`: start a syncer, look at one, check it, repair its state; keys, tapes.
 
 Exit codes: 0 done, 1 a replay differs, 2 wrong usage, 4 damaged, 69 unreachable, 70 the self-probe
 failed, 75 address in use, 77 refused, 78 configuration.
@@ -42,6 +42,12 @@ preset. `--print-config` shows the outcome and where each value came from."""
 _KEYGEN: Final = """\
 Make the keys of a syncer, or of the learner NAME. They encrypt what travels, and the syncer lets in
 only those whose NAME.pub is in its learners.d. Nothing is ever overwritten."""
+
+
+_REPAIR: Final = """\
+Say what is damaged in the state directory of a syncer that is not running, and what can be done.
+Nothing is changed without --write or --from-learners, and no announced version is given up without
+--accept-loss."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +128,15 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("path", metavar="PATH", help="directory given with --tape, or one file")
     replay.set_defaults(command_function=_replay, command_parser=replay)
 
+    repair = commands.add_parser(
+        "repair",
+        help="look at a damaged state, and repair it",
+        description=_REPAIR,
+        allow_abbrev=False,
+    )
+    _add_repair_flags(repair)
+    repair.set_defaults(command_function=_repair, command_parser=repair)
+
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(command_function=_version, command_parser=version)
     return parser
@@ -139,6 +154,28 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of keys, or insecure-plaintext (default: DILOCO_KEYS, else ~/.config/diloco)",
     )
+
+
+def _add_repair_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--state", metavar="DIR", required=True, help="as given to the syncer")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--write", action="store_true", help="go on from what is intact")
+    ways.add_argument(
+        "--from-learners", action="store_true", help="take back what is lost from learners"
+    )
+    parser.add_argument(
+        "--accept-loss",
+        action="store_true",
+        help="give announced versions up for older ones where nothing else is left",
+    )
+    parser.add_argument(
+        "--bind", metavar="ADDRESS", default="", help="where the syncer listened for learners"
+    )
+    parser.add_argument("--keys", metavar="DIR", default="", help="folder of the syncer's keys")
+    parser.add_argument(
+        "--insecure-plaintext", action="store_true", help="listen beyond loopback without keys"
+    )
+    parser.add_argument("--wait", metavar="TIME", default="10m", help="for learners (default: 10m)")
 
 
 def _add_syncer_flags(parser: argparse.ArgumentParser) -> None:
@@ -262,6 +299,19 @@ def _replay(arguments: argparse.Namespace) -> int:
     from diloco_plugin.tape.replay import show
 
     return show(Path(arguments.path), lambda line: print(printable(line)))
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    if arguments.accept_loss and not (arguments.write or arguments.from_learners):
+        arguments.command_parser.error("--accept-loss goes with --write or --from-learners")
+    if arguments.from_learners and not arguments.bind:
+        arguments.command_parser.error("--from-learners needs --bind ADDRESS")
+    from diloco_plugin.status import printable
+    from diloco_plugin.syncer.repairing import Options, repair
+
+    values = vars(arguments)
+    options = Options(**{item.name: values[item.name] for item in fields(Options)})
+    return repair(options, lambda line: print(printable(line), flush=True))
 
 
 def _version(arguments: argparse.Namespace) -> int:

@@ -112,6 +112,13 @@ class LearnerCore:
         """How long a step takes here, on average."""
         return self._pace.step_ns
 
+    def still_holds(self, fragment: int, version: int) -> bool:
+        """Is the base this version, whole, and stays it until somebody welcomes this learner?"""
+        if self.link.connected or fragment >= len(self.parts):
+            return False
+        settled = self._arrivals_free == self._arrivals  # an applied one is the base a moment later
+        return settled and self.parts[fragment].base == version
+
     def must_wait(self) -> bool:
         """Lockstep only: is a snapshot due, or the result of one, that is not there yet?"""
         if not self._lockstep or not self.link.connected:

@@ -310,6 +310,8 @@ class Session:
             elif event == "disconnected":
                 self._greeted = False
                 self._step(ev.Lost(now_ns=now, reason="the connection broke"))
+                if self._transfers is not None:  # nor does anybody know our token any more
+                    self._transfers.withdraw_all()
         if self._bulk is None or self._transfers is None:
             return
         for event in self._bulk.events():
@@ -362,6 +364,8 @@ class Session:
                 self.giving.begin(message.ticket)
             case msg.StateOver():
                 self.giving.end(message.ticket)
+            case msg.Salvage():
+                self._salvage(message)
             case msg.Fate():
                 if self._transfers is not None:
                     self._transfers.withdraw(message.round)
@@ -380,6 +384,24 @@ class Session:
                 event = event_of(message, now)
                 if event is not None:
                     self._step(event)
+
+    def _salvage(self, asked: msg.Salvage) -> None:
+        """The syncer has lost versions that may be the base here: let it fetch them."""
+        with self.lock:
+            held = [f for f, version in asked.fragments if self.core.still_holds(f, version)]
+            known = asked.epoch == self.core.link.epoch
+        if self._transfers is None or self._bulk is None or not (held and known):
+            return
+        log.warning("the syncer has lost fragments %s: giving it what is held of them", held)
+        bulk = self._address.with_port(asked.bulk_port)
+        if bulk != self._bulk.address or not self._bulk.connected:
+            self._bulk.reopen(bulk)
+            self._transfers.cut()
+        self._transfers.welcome(asked.token)
+
+    def _still_holds(self, fragment: int, version: int) -> bool:
+        with self.lock:
+            return self.core.still_holds(fragment, version)
 
     def _welcome(self, welcome: msg.Welcome, now: int) -> None:
         welcomed = ev.Welcomed(
@@ -442,6 +464,7 @@ class Session:
             fetch_gone=lambda f, v: self._step(
                 ev.FetchFailed(now_ns=time.monotonic_ns(), fragment=f, version=v)
             ),
+            still_holds=self._still_holds,
         )
         self._poll.add(self._bulk)
         self._transfers.welcome(self._token)

@@ -16,11 +16,11 @@ from diloco_plugin.errors import WireError
 from diloco_plugin.learner.handover import Giving, Taking
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.net.sockets import Line
+from diloco_plugin.receiving import take_chunk
 from diloco_plugin.tensors.codec import Codec, codec
 from diloco_plugin.wire.chunks import (
     CHUNK_ELEMENTS,
     Receiver,
-    check_payload,
     checksum,
     chunk_bounds,
     chunk_count,
@@ -65,6 +65,7 @@ class Transfers:
         push_done: Callable[[int], None],
         fetch_done: Callable[[int, int, Buffer], None],
         fetch_gone: Callable[[int, int], None],
+        still_holds: Callable[[int, int], bool],
     ) -> None:
         #: chunks that came or went
         self.moved = 0
@@ -75,6 +76,7 @@ class Transfers:
         self._push_done = push_done
         self._fetch_done = fetch_done
         self._fetch_gone = fetch_gone
+        self._still_holds = still_holds
         self._token = b""
         self._greeted = False
         #: wants for a seed that came before the base was ready; None: it is ready
@@ -143,6 +145,14 @@ class Transfers:
         for want in wants:
             self._serve(want)
 
+    def _has(self, want: Want) -> bool:
+        match want.kind:
+            case "push":
+                return want.key in self._pushes
+            case "base":
+                return self._still_holds(want.fragment, want.key)
+        return want.kind == "seed"
+
     def _serve(self, want: Want) -> None:
         if want.kind == "state":
             self.moved += 1
@@ -150,7 +160,7 @@ class Transfers:
                 self._send(*message)
             return
         push = self._pushes.get(want.key) if want.kind == "push" else None
-        if want.kind not in ("push", "seed") or (want.kind == "push" and push is None):
+        if not self._has(want):
             self._send(encode(Gone(kind=want.kind, fragment=want.fragment, key=want.key)))
             return
         if want.kind == "seed" and self._seed_wants is not None:
@@ -243,21 +253,15 @@ class Transfers:
         fetch = self._fetches.get(chunk.fragment)
         if fetch is None or fetch.version != chunk.key:
             return  # superseded while it was on its way
-        if len(frames) != 2:
-            raise WireError("truncated", f"a chunk in {len(frames)} frames instead of 2")
         elements = self._replica.layout.fragments[chunk.fragment].elements
-        start, stop = chunk_bounds(chunk.index, elements)
-        payload = frames[1].buffer
         try:
-            check_payload(payload, fetch.codec.nbytes(stop - start), chunk.crc)
-        except WireError:
-            fetch.receiver.restart()  # asked for again; what came whole stays
-            self._grant(chunk.fragment, fetch)
+            take_chunk(chunk, frames, fetch.receiver, fetch.codec, fetch.buffer.flat[:elements])
+        except WireError as error:
+            if error.reason in ("wrong_size", "corrupt"):
+                fetch.receiver.restart()  # asked for again; what came whole stays
+                self._grant(chunk.fragment, fetch)
             raise
-        fetch.receiver.receive(chunk.index)
         self.moved += 1
-        raw = torch.frombuffer(payload, dtype=torch.uint8)
-        fetch.codec.decode(raw, fetch.buffer.flat[start:stop])
         if fetch.receiver.complete:
             del self._fetches[chunk.fragment]
             self._fetch_done(chunk.fragment, fetch.version, fetch.buffer)

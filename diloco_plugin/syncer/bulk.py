@@ -21,13 +21,13 @@ from diloco_plugin.core.events import Life
 from diloco_plugin.errors import WireError
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, Sent
+from diloco_plugin.receiving import take_chunk
 from diloco_plugin.syncer.model import GlobalModel, WireCopy
 from diloco_plugin.syncer.relay import Relays
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.tensors.codec import Codec, codec
 from diloco_plugin.wire.chunks import (
     Receiver,
-    check_payload,
     checksum,
     chunk_bounds,
     chunk_count,
@@ -344,7 +344,8 @@ class Bulk:
             return
         self._peers[route].unwanted = 0
         try:
-            self._store(transfer, message, frames)
+            assert transfer.target is not None
+            take_chunk(message, frames, transfer.receiver, transfer.codec, transfer.target)
         except WireError as error:
             if error.reason != "duplicate":  # a want may be repeated after a reconnect
                 self._fail(transfer, error.reason.replace("_", " "))
@@ -357,18 +358,6 @@ class Bulk:
             del self._incoming[(life, transfer.key)]
             assert transfer.target is not None
             self._reports.push_arrived(life, transfer.key, transfer.fragment, transfer.target)
-
-    def _store(self, transfer: Incoming, message: Chunk, frames: list[Any]) -> None:
-        assert transfer.target is not None
-        assert transfer.receiver is not None
-        if len(frames) != 2:
-            raise WireError("truncated", f"a chunk in {len(frames)} frames instead of 2")
-        start, stop = chunk_bounds(message.index, transfer.target.numel())
-        payload = frames[1].buffer
-        check_payload(payload, transfer.codec.nbytes(stop - start), message.crc)
-        transfer.receiver.receive(message.index)
-        raw = torch.frombuffer(payload, dtype=torch.uint8)
-        transfer.codec.decode(raw, transfer.target[start:stop])
 
     def _seed_fragment_done(self, transfer: Incoming) -> None:
         assert self._model is not None

@@ -240,7 +240,7 @@ def past_of(store: Store) -> Past | None:
             f" wrote it ({store.run.version})."
         ) from None
     for record in store.records:
-        past.add(_action(record))
+        past.add(commit_of(record))
     return past
 
 
@@ -281,7 +281,8 @@ def _seed_record(epoch: int, fragment: int, model: GlobalModel) -> MergeRecord:
     )
 
 
-def _action(record: MergeRecord) -> act.Commit:
+def commit_of(record: MergeRecord) -> act.Commit:
+    """The merge that a record is of."""
     return act.Commit(
         round=record.round,
         fragment=record.fragment,

@@ -178,6 +178,18 @@ class Refuse(Message, frozen=True):
     text: Text
 
 
+class Salvage(Message, frozen=True):
+    """The syncer has lost versions that you hold: open a bulk connection, and give me the base of
+    these (fragment, version) while you train on. Follows a Refuse ("repair").
+    """
+
+    #: of which your Hello said that your versions are
+    epoch: Count
+    bulk_port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    token: Token
+    fragments: Annotated[tuple[tuple[Fragment, Count], ...], msgspec.Meta(max_length=FRAGMENTS_MAX)]
+
+
 class HelloRequired(Message, frozen=True):
     """I do not know you: introduce yourself."""
 
@@ -305,7 +317,8 @@ class Want(Message, frozen=True):
 
     kind "push": syncer to learner, `key` is the round. kind "seed": syncer to learner, `key` is 0.
     kind "fetch": learner to syncer, `key` is the version. kind "state": joiner to syncer, which
-    passes it on to the donor; `key` is the ticket, fragment is 0, chunks are of bytes.
+    passes it on to the donor; `key` is the ticket, fragment is 0, chunks are of bytes. kind "base":
+    a repair to a learner, `key` is the version.
     """
 
     kind: Annotated[str, msgspec.Meta(max_length=8)]
@@ -338,8 +351,8 @@ ToSyncer: TypeAlias = (
     | StateResult | Goodbye | PlaceRequest | StatusRequest
 )  # fmt: skip
 ToLearner: TypeAlias = (
-    Welcome | Refuse | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce | Fate
-    | StateRequest | StateOver | StateOffer | NoState | Probe | Fence | RunComplete | GoingAway
-    | Warn | Place | Status
+    Welcome | Refuse | Salvage | HelloRequired | HeartbeatAnswer | SeedRequest | Pull | Announce
+    | Fate | StateRequest | StateOver | StateOffer | NoState | Probe | Fence | RunComplete
+    | GoingAway | Warn | Place | Status
 )  # fmt: skip
 Bulk: TypeAlias = BulkHello | Want | Chunk | Gone

@@ -81,6 +81,8 @@ def of_type(type_: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.integers(type_.ge or 0, high)
         case msgspec.inspect.VarTupleType():
             return st.lists(of_type(type_.item_type), max_size=3).map(tuple)
+        case msgspec.inspect.TupleType():
+            return st.tuples(*map(of_type, type_.item_types))
         case msgspec.inspect.StructType():
             return of_struct(type_.cls)
     raise NotImplementedError(type_)

@@ -264,3 +264,35 @@ def test_an_announcement_of_what_is_held_already_carries_the_clock_only(learner:
     bench.announce(0, 0, clock=70)
     assert bench.last == ()
     assert bench.core.clock == 70
+
+
+def test_a_base_can_be_given_back_only_while_nobody_can_change_it(learner: Make) -> None:
+    bench = learner()
+    bench.join()
+    assert not bench.core.still_holds(0, 0), "a syncer is there"
+    bench.announce(0, 1)
+    bench.do(ev.Arrived, fragment=0, version=1)
+    bench.do(ev.Paused)
+    bench.do(ev.Lost, reason="it was killed")
+    assert not bench.core.still_holds(1, 0), "an applied fragment is not the base yet"
+    bench.do(ev.Rebased, fragment=0)
+    assert bench.core.still_holds(0, 1)
+    assert bench.core.still_holds(1, 0)
+    assert not bench.core.still_holds(0, 0)
+    assert not bench.core.still_holds(9, 0)
+    bench.do(ev.TurnedAway, code="repair", text="it is being repaired")
+    bench.train()
+    assert bench.core.still_holds(0, 1), "training does not change the base"
+    bench.welcome(epoch=8)
+    assert not bench.core.still_holds(0, 1)
+
+
+def test_a_learner_asks_a_syncer_again_that_is_being_repaired(learner: Make) -> None:
+    bench = learner()
+    bench.join()
+    bench.do(ev.Lost, reason="it was killed")
+    for _ in range(3):
+        bench.do(ev.Ticked, 20_000)
+        assert bench.one(act.SayHello).versions == (0, 0)
+        bench.do(ev.TurnedAway, code="repair", text="it is being repaired")
+    assert not bench.core.link.over

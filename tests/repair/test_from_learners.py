@@ -133,15 +133,13 @@ def test_the_story_from_the_rot_to_the_next_merge(tmp_path: Path) -> None:
     flags = ["--state", str(state), *FLAGS]
     with Daemon(*flags, bind=bind) as daemon:
         trainees = [Trainee(small_model(), bind, name, data=i) for i, name in enumerate("ab")]
-        for trainee in trainees:
-            trainee.wait(lambda t=trainee: t.merged >= 4, 40)
-            trainee._step_seconds = SLOW
-        held = until(lambda: _all_hold_the_newest(bind, trainees), 40, "all hold the newest")
+        _settle(bind, trainees)
         daemon.kill()
-    assert [versions(state, f)[-1] for f in range(2)] == held
-    value = theta(newest(state, 0)).clone()
-    assert torch.equal(base_of(trainees[0], 0), value)
-    rotten = rot(newest(state, 0))
+    fragment = _held_by(trainees[0], state)
+    value = theta(newest(state, fragment)).clone()
+    version = versions(state, fragment)[-1]
+    assert torch.equal(base_of(trainees[0], fragment), value)
+    rotten = rot(newest(state, fragment))
 
     command = ["-m", "diloco_plugin.cli"]
     with Process(*command, "syncer", *flags, "--bind", bind) as refused:
@@ -151,31 +149,71 @@ def test_the_story_from_the_rot_to_the_next_merge(tmp_path: Path) -> None:
     ways = ["--from-learners", "--bind", bind, "--wait", "40s"]
     with Process(*command, "repair", "--state", str(state), *ways) as repairing:
         assert repairing.wait(60) == 0, repairing.err
-        assert f"holds version {held[0]} to the bit." in repairing.out
+        assert f"holds version {version} to the bit." in repairing.out
         assert "was taken from a learner" in repairing.out
     for trainee, before in zip(trainees, steps, strict=True):
         trainee.wait(lambda t=trainee, n=before: t.steps > n)
         trainee._step_seconds = 0.001
-    (evidence,) = state.glob("evidence/*/frag-0000-*")
+    (evidence,) = state.glob(f"evidence/*/frag-{fragment:04}-*")
     assert evidence.read_bytes() == rotten
     assert examine(state).problems == []
-    assert torch.equal(theta(newest(state, 0)), value)
+    assert torch.equal(theta(newest(state, fragment)), value)
 
     with Daemon(*flags, bind=bind), trainees[0], trainees[1]:
-        for trainee in trainees:
-            trainee.wait(lambda: _names(bind) == ["a", "b"], 40)
-        versions_now = [f["version"] for f in fetch(bind)["fragments"]]
-        assert all(now >= then for now, then in zip(versions_now, held, strict=True))
+        trainees[0].wait(lambda: _names(bind) == ["a", "b"], 40)
+        assert fetch(bind)["fragments"][fragment]["version"] >= version
         more = fetch(bind)["rounds"]["merged"] + 4
         trainees[0].wait(lambda: fetch(bind)["rounds"]["merged"] >= more, 40)
 
 
-def _all_hold_the_newest(address: str, trainees: list[Trainee]) -> list[int]:
-    """The versions, if every learner holds the newest of all and no round is open."""
-    body = fetch(address)
-    now = [fragment["version"] for fragment in body["fragments"]]
-    whole = all(bases(trainee) == now for trainee in trainees)
-    return now if whole and not body["rounds"].get("open") else []
+@pytest.mark.parametrize(("codec", "keys"), [("fp32", False), ("bf16", True)])
+def test_what_learners_hold_comes_back_whatever_the_codec(
+    tmp_path: Path, codec: str, keys: bool
+) -> None:
+    """What a learner holds is the value after its way over the wire; that is what is wanted."""
+    state = tmp_path / "state"
+    ring = Keyring(tmp_path / "keys") if keys else None
+    mine = {"keys": str(ring.learner("a"))} if ring else {}
+    theirs = {"keys": str(ring.syncer)} if ring else {}
+    visitor = ring.line("a") if ring else None
+    bind = f"tcp://127.0.0.1:{free_ports()}"
+    config = {"state": str(state), **theirs}
+    with running_syncer(**RUN, bind=bind, codec=codec, config=config):
+        trainee = Trainee(small_model(), bind, "a", **mine)
+        _settle(bind, [trainee], visitor)
+    fragment = _held_by(trainee, state)
+    value = base_of(trainee, fragment)
+    rot(newest(state, fragment))
+    repairing = Repair(state, bind=bind, **theirs)
+    assert repairing.wait() == 0, repairing.error
+    assert torch.equal(theta(newest(state, fragment)), value)
+    trainee._step_seconds = 0.001
+    with running_syncer(**RUN, bind=bind, codec=codec, config=config) as syncer, trainee:
+        merges = syncer.status()["rounds"]["merged"]
+        trainee.wait(lambda: syncer.status()["rounds"]["merged"] >= merges + 4, 40)
+
+
+def _settle(address: str, trainees: list[Trainee], keys: LineKeys | None = None) -> None:
+    """Some merges, then slow steps, until every learner holds the newest of all."""
+    for trainee in trainees:
+        trainee.wait(lambda t=trainee: t.merged >= 4, 40)
+        trainee._step_seconds = SLOW
+
+    def settled() -> bool:
+        body = fetch(address, keys=keys)
+        now = [fragment["version"] for fragment in body["fragments"]]
+        idle = not body["rounds"]["in_flight"] and not body["rounds"]["queued"]
+        return idle and all(bases(trainee) == now for trainee in trainees)
+
+    until(settled, 40, "all hold the newest")
+
+
+def _held_by(trainee: Trainee, state: Path) -> int:
+    """A fragment whose newest version on disk is this learner's base: one round at most was open
+    when the syncer ended, so there is one.
+    """
+    on_disk = [versions(state, fragment)[-1] for fragment in range(2)]
+    return next(f for f in range(2) if bases(trainee)[f] == on_disk[f])
 
 
 def _names(address: str) -> list[str]:

@@ -408,6 +408,23 @@ def test_a_learner_that_stops_halfway_does_not_hold_the_others_up(
         assert any("'slow' cannot give version" in line for line in repairing.said)
 
 
+def test_a_fragment_of_which_no_file_is_left_begins_without_outer_state(state: Path) -> None:
+    value = theta(newest(state, 0)).clone()
+    held = [versions(state, f)[-1] for f in range(2)]
+    for version in versions(state, 0):
+        rot(fragment_path(state, 0, version))
+    repairing = Repair(state)
+    repairing.says("Learners are waited for at")
+    with Claimer(repairing, state, "a") as a:
+        a.come(a.claim(held))
+        a.serve("base", 0, held[0], value, 0)
+        assert repairing.wait() == 0
+    assert any("without outer state" in line for line in repairing.said)
+    with running_syncer(**RUN, config={"state": str(state)}) as syncer:
+        assert [entry["version"] for entry in syncer.status()["fragments"]] == held
+        assert torch.equal(syncer._merging.the_model.theta[0], value)
+
+
 def test_older_versions_are_no_replacement(state: Path) -> None:
     older = theta(fragment_path(state, 0, versions(state, 0)[-2])).clone()
     with lost(state, 0, wait="2s") as (repairing, _, held):

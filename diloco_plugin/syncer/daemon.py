@@ -25,7 +25,7 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core import policy
 from diloco_plugin.core.events import Life
 from diloco_plugin.core.syncer import RunState, SyncerCore
-from diloco_plugin.errors import AddressInUseError, ConfigError, LayoutError, WireError
+from diloco_plugin.errors import AddressInUseError, WireError
 from diloco_plugin.modelfile import load_init
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
@@ -33,26 +33,18 @@ from diloco_plugin.net.sockets import Door, new_context
 from diloco_plugin.store import Store
 from diloco_plugin.syncer.bulk import Bulk
 from diloco_plugin.syncer.control import QUARANTINE, Control, Heard
+from diloco_plugin.syncer.intake import KEEPER_CLOSE_SECONDS, Intake
 from diloco_plugin.syncer.keeping import Keeper, past_of
 from diloco_plugin.syncer.merging import Merging
-from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
 from diloco_plugin.syncer.resuming import (
     open_store,
     reconcile,
     restore,
-    run_file,
-    specs_of,
 )
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.syncer.translation import event_of
 from diloco_plugin.tape.recording import Recorder
-from diloco_plugin.tensors.layout import (
-    TensorSpec,
-    build_layout,
-    differences,
-    taking_part,
-)
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import encode
 from diloco_plugin.wire.manifest import size_max
@@ -61,7 +53,6 @@ log = logging.getLogger("diloco.syncer")
 
 MERGER_CLOSE_SECONDS: Final = 120.0
 BULK_CLOSE_SECONDS: Final = 5.0
-KEEPER_CLOSE_SECONDS: Final = 300.0
 #: After a RunComplete or GoingAway, the time that libzmq gets to send it.
 FAREWELL_SECONDS: Final = 0.2
 
@@ -101,14 +92,14 @@ class Syncer:
         model = restore(store, config) if store is not None else None
         if model is not None and config.init:
             log.info("init=%s is not used: %s holds the run's model", config.init, config.state)
-        self._init = load_init(config.init) if config.init and model is None else None
+        init = load_init(config.init) if config.init and model is None else None
         now = time.monotonic_ns()
         # Without a store, wall-clock time is what grows from one life to the next.
         self._core = SyncerCore(
             config.parameters,
             epoch=store.epoch if store is not None else time.time_ns() // 1_000_000,
             steps=config.steps,
-            seeded=self._init is not None,
+            seeded=init is not None,
             past=past_of(store) if store is not None else None,
             lineage=store.lineage if store is not None else None,
             now_ns=now,
@@ -132,21 +123,16 @@ class Syncer:
             bulk_door, self._security, self._pushes_kept(), config.parameters.lease, self
         )
         self._merging = Merging(self._post, self._bulk.release)
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._model_config = ""
-        if model is not None and store is not None and store.run is not None:
-            self._specs, self._model_config = specs_of(store.run), store.run.model_config
-            self._merging.model = model
-            self._bulk.use_model(model)
         self._keeper: Keeper | None = None
         if store is not None:
             self._keeper = Keeper(store, config.durability, config.interval_seconds(), self._post)
-            if model is not None:
-                self._keeper.describe(run_file(config, self._specs, model, self._model_config))
+        self._intake = Intake(config, self._merging, self._bulk, self._keeper, init)
+        if model is not None and store is not None and store.run is not None:
+            self._intake.go_on(store.run, model)
         self._closing_rounds: set[int] = set()
         self._asking = b""
         self._greeting: msg.Hello | None = None
-        self._has_model = self._init is not None or model is not None
+        self._has_model = init is not None or model is not None
         self._complained = 0.0
         self._strange_bulk: Counter[str] = Counter()
         self._stopped = self._reload_asked = False
@@ -240,7 +226,7 @@ class Syncer:
             self.exit_code = NOT_WRITTEN
         else:
             tensors = self._merging.the_model.tensors()
-            written = self._output.finish(self._core.clock, tensors, self._model_config)
+            written = self._output.finish(self._core.clock, tensors, self._intake.model_config)
             self.exit_code = self.exit_code or written
         time.sleep(FAREWELL_SECONDS)
 
@@ -276,7 +262,11 @@ class Syncer:
 
     def _publish_when_due(self) -> None:
         if self._has_model and self._output.due(time.monotonic()):
-            clock, config, model = self._core.clock, self._model_config, self._merging.the_model
+            clock, config, model = (
+                self._core.clock,
+                self._intake.model_config,
+                self._merging.the_model,
+            )
             self._merging.submit(lambda: self._output.publish(clock, model.tensors(), config))
 
     # ---- what comes in over the control socket ----
@@ -325,7 +315,8 @@ class Syncer:
             hello.protocol, msg.PROTOCOL, hello.run, self.config.run
         )
         if problem is None:
-            text = self._layout_problem(hello)
+            nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
+            text = self._intake.problem(hello, nobody=nobody)
             problem = ("layout", text) if text else None
         before = self._control.life_of(heard)
         if before is not None and before != life:  # one connection, one learner
@@ -348,75 +339,6 @@ class Syncer:
             )
         )
 
-    def _layout_problem(self, hello: msg.Hello) -> str:
-        """What differs between this learner's model and the run's, made by the first one.
-
-        While nobody has brought a model, whoever knocks next may have another one.
-        """
-        specs = taking_part(
-            (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors),
-            self.config.parameters.buffers,
-        )
-        nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
-        problem = "; ".join(differences(self._specs, specs)) if self._merging.model else ""
-        if self._merging.model is not None and not (problem and nobody):
-            return problem and (
-                f"this model is not the one that run {self.config.run!r} trains: {problem}."
-                " Use the same model, or another syncer"
-            )
-        try:
-            layout = build_layout(specs, self.config.parameters.fragments)
-            model = GlobalModel(layout, self.config.parameters)
-            if self._init is not None:
-                model.load(self._init)
-                if unusable := model.complete_seed():
-                    raise LayoutError(f"the model given with --init is unusable: {unusable}.")
-                self._begin_now(specs, model, hello)
-        except (LayoutError, ConfigError) as error:
-            return str(error)
-        except (MemoryError, RuntimeError):
-            size = 4e-9 * sum(spec.numel for spec in specs)
-            return (
-                f"the syncer has no room for this model, of which it needs four times {size:.1f} GB"
-            )
-        self._merging.model, self._specs, self._init = model, specs, None
-        self._bulk.use_model(model)
-        if len(layout.fragments) < self.config.parameters.fragments:
-            log.info(
-                "%d fragments instead of %d: the model has no more tensors than that",
-                len(layout.fragments),
-                self.config.parameters.fragments,
-            )
-        return ""
-
-    def _begin_now(
-        self, specs: tuple[TensorSpec, ...], model: GlobalModel, hello: msg.Hello
-    ) -> None:
-        """The model given with --init must be durable before anybody hears of it: wait for that.
-
-        A learner from an earlier life of the syncer brings its own instead.
-        """
-        if self._keeper is None or hello.epoch:
-            return
-        told: SimpleQueue[str | None] = SimpleQueue()
-        run = run_file(self.config, specs, model, hello.model_config)
-        self._keeper.begin(run, model, told.put)
-        try:
-            problem = told.get(timeout=KEEPER_CLOSE_SECONDS)
-        except Empty:
-            problem = "the disk does not answer"
-        if problem is not None:
-            raise LayoutError(f"the model given with --init cannot be saved: {problem}")
-
-    def _keep_seed(self, done: Callable[[str | None], None]) -> None:
-        """Merge thread: a learner's model is here; it is the run's once it is durable."""
-        if self._keeper is None:
-            done(None)
-            return
-        model = self._merging.the_model
-        run = run_file(self.config, self._specs, model, self._model_config)
-        self._keeper.begin(run, model, done)
-
     # ---- what comes in from the bulk and merge threads (Reports) ----
 
     def push_arrived(self, life: Life, round_: int, fragment: int, slot: Tensor) -> None:
@@ -432,7 +354,7 @@ class Syncer:
 
     def seed_arrived(self, life: Life) -> None:
         """Bulk thread: theta is filled."""
-        self._merging.complete_seed(life, self._keep_seed)
+        self._merging.complete_seed(life, self._intake.keep_seed)
 
     def seed_failed(self, life: Life, reason: str) -> None:
         """Bulk thread: a learner's model did not come."""
@@ -497,7 +419,7 @@ class Syncer:
         token = secrets.token_bytes(16)
         if self._greeting is not None and self._greeting.name == action.life.name:
             # who is turned away has no say in what is published
-            self._model_config = self._model_config or self._greeting.model_config
+            self._intake.describe(self._greeting.model_config)
         self._bulk.forget(action.life)  # a life that comes back begins its transfers anew
         self._bulk.expect(token, action.life)
         parameters = parameters_to(self.config.parameters)

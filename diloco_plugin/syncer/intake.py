@@ -1,4 +1,4 @@
-"""How the model comes to the syncer: described by a learner, from --init, or from an earlier life."""
+"""How the model comes to the syncer: from a learner, from --init, or from an earlier life."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -45,15 +44,12 @@ def here() -> str:
 class Process:
     """A Python process whose two streams go to files, so that it never blocks on them."""
 
-    def __init__(
-        self, *arguments: str, env: dict[str, str] | None = None, under: Sequence[str] = ()
-    ) -> None:
-        """`under`: a command that runs a command in its own process, such as `strace -D`."""
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [*under, sys.executable, *arguments],
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._err,
@@ -120,14 +116,9 @@ class Daemon(Process):
     """`diloco syncer` as a process, ready to be joined once it is made."""
 
     def __init__(
-        self,
-        *flags: str,
-        bind: str = "tcp://127.0.0.1:*",
-        env: dict[str, str] | None = None,
-        under: Sequence[str] = (),
+        self, *flags: str, bind: str = "tcp://127.0.0.1:*", env: dict[str, str] | None = None
     ) -> None:
-        command = ("-m", "diloco_plugin.cli", "syncer", "--bind", bind)
-        super().__init__(*command, *flags, env=env, under=under)
+        super().__init__("-m", "diloco_plugin.cli", "syncer", "--bind", bind, *flags, env=env)
 
         def find() -> str:
             assert self.code is None, f"it has ended: {self.err}"

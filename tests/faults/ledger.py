@@ -20,6 +20,7 @@ from diloco_plugin.store.formats import (
     numbers,
 )
 from diloco_plugin.store.records import read_records
+from tests.end_to_end.fleet import Trainee
 
 #: How much longer than in CI everything here runs.
 SOAK = int(os.environ.get("DILOCO_SOAK", "1"))
@@ -62,6 +63,11 @@ class Ear:
         """Grows with every announced merge."""
         with self._lock:
             return sum(self.announced.values())
+
+    def hears(self, trainee: Trainee, merges: int, seconds: float) -> None:
+        """Wait, while it trains, until so many more merges were announced."""
+        goal = self.total() + merges
+        trainee.wait(lambda: self.total() >= goal, seconds, f"{merges} more merges")
 
     def check(self, status: dict[str, Any]) -> None:
         """Every version that was announced is there in a status of the syncer."""

@@ -12,8 +12,9 @@ import pytest
 
 from diloco_plugin.status import fetch
 from tests.end_to_end.fleet import Trainee, small_model
-from tests.end_to_end.processes import Daemon, free_ports
+from tests.end_to_end.processes import free_ports
 from tests.faults.ledger import SOAK, Ear, Ledger
+from tests.faults.nursery import Nursery
 
 KILLS = 6 if SOAK == 1 else 5 * SOAK
 FLAGS = ("--sync-every", "4", "--fragments", "4", "--overlap", "2", "--quorum", "2")
@@ -38,9 +39,15 @@ class Steady(Trainee):
         self._steps, self._last = value, now
 
 
+def step_on(trainee: Steady, steps: int) -> None:
+    """Until it has made so many more steps."""
+    goal = trainee.steps + steps
+    trainee.wait(lambda: trainee.steps >= goal, PATIENCE)
+
+
 @pytest.mark.timeout(120 + 30 * KILLS)
 def test_a_syncer_killed_at_any_time_takes_nothing_back_and_merges_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(7)
     ear, ledger = Ear(monkeypatch), Ledger(tmp_path)
@@ -51,7 +58,8 @@ def test_a_syncer_killed_at_any_time_takes_nothing_back_and_merges_nothing_twice
     for life in range(KILLS + 1):
         stepped = [trainee.steps for trainee in trainees]
         started = time.monotonic()
-        with Daemon(*flags, bind=bind) as daemon:
+        with nursery.start(bind, *flags) as syncer:
+            syncer.ready()
             ready.append(time.monotonic() - started)
             body = fetch(bind)
             ear.check(body)
@@ -60,24 +68,21 @@ def test_a_syncer_killed_at_any_time_takes_nothing_back_and_merges_nothing_twice
                     Steady(small_model(i), bind, f"l{i}", data=i, step_seconds=0.002)
                     for i in range(3)
                 ]
-            heard = ear.total()
-            first = trainees[0]
-            first.wait(lambda: ear.total() >= heard + 4, PATIENCE, "merges go on")
+            ear.hears(trainees[0], 4, PATIENCE)
             assert ear.epochs[-1] == body["epoch"]
             # nobody waited for the syncer while there was none
             assert all(t.steps > n for t, n in zip(trainees, stepped, strict=False))
             if life < KILLS:
-                more = first.steps + rng.randrange(200)
-                first.wait(lambda: first.steps >= more, PATIENCE)
-                daemon.kill()
+                step_on(trainees[0], rng.randrange(200))
+                syncer.kill()
                 ledger.look()
                 continue
             for trainee in trainees:
                 trainee.finish(PATIENCE)
             last = fetch(bind)
             ear.check(last)
-            daemon.send(signal.SIGTERM)
-            assert daemon.wait() == 0
+            syncer.send(signal.SIGTERM)
+            assert syncer.wait() == 0
     ledger.look()
     ledger.check(ear)
     assert ear.epochs == sorted(ear.epochs)

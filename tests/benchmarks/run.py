@@ -194,6 +194,79 @@ def learner_memory() -> dict[str, float]:
     }
 
 
+#: Joins and leaves again, as often as it is told; says how long that took.
+JOINER = """
+import sys, time, torch, diloco_plugin
+from tests.benchmarks.run import gpt2
+torch.set_num_threads(1)
+model = gpt2()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+print("ready", flush=True)
+for _ in sys.stdin:
+    optimizer.state.clear()
+    started = time.perf_counter()
+    learner = diloco_plugin.attach(model, optimizer, sys.argv[1], name="joiner", state=sys.argv[2])
+    print(time.perf_counter() - started, flush=True)
+    assert bool(optimizer.state) == (sys.argv[2] == "peer")
+    learner.abandon()
+"""
+
+
+@contextlib.contextmanager
+def joining(address: str, state: str) -> Iterator[list[float]]:
+    """A learner in another process that joins over and over; seconds of each time."""
+    joiner = subprocess.Popen(
+        [sys.executable, "-c", JOINER, address, state],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert joiner.stdin is not None
+    assert joiner.stdout is not None
+    joiner.stdout.readline()
+    seconds: list[float] = []
+    over = threading.Event()
+
+    def join() -> None:
+        while not over.is_set():
+            print(file=joiner.stdin, flush=True)
+            seconds.append(float(joiner.stdout.readline()))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        over.set()
+        thread.join()
+        joiner.kill()
+        joiner.wait()
+
+
+def giving(repeats: int, steps: int) -> dict[str, float]:
+    """A donor's training step alone, and while another one joins, without and with its state."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    train(model, optimizer, 3)
+    ratios: dict[str, list[float]] = {"fresh": [], "peer": []}
+    took: dict[str, list[float]] = {"fresh": [], "peer": []}
+    with (
+        daemon(sync_every=100_000) as syncer,
+        diloco_plugin.attach(model, optimizer, syncer.address, name="donor", state="fresh"),
+    ):
+        for _ in range(repeats):
+            alone = statistics.median(train(model, optimizer, steps))
+            for state in ratios:
+                with joining(syncer.address, state) as seconds:
+                    step = statistics.median(train(model, optimizer, steps))
+                ratios[state].append(step / alone)
+                took[state].append(statistics.median(seconds))
+    return {
+        "donor_step_while_another_joins_over_alone": statistics.median(ratios["fresh"]),
+        "donor_step_while_it_gives_over_alone": statistics.median(ratios["peer"]),
+        "joining_without_state_s": statistics.median(took["fresh"]),
+        "joining_with_state_s": statistics.median(took["peer"]),
+    }
+
+
 def fast_and_slow(repeats: int, steps: int) -> dict[str, float]:
     """A fast learner's step without and with a three times slower one in the run."""
     step = 0.02
@@ -250,6 +323,7 @@ def main() -> int:
     figures: dict[str, float] = {}
     figures |= learner_memory()  # first: freed memory of other parts would hide what it adds
     figures |= step_time(repeats, steps)
+    figures |= giving(repeats, steps)
     for learners in (2, 8):
         figures |= memory(learners)
     figures |= fast_and_slow(repeats, 100)

@@ -21,20 +21,23 @@ BANNED_NAMES = {
 }  # fmt: skip
 
 
-def test_every_test_that_the_readme_names_exists() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
-    assert named, "the promises name no test"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page.read_text())
+    assert named or page.name not in ("README.md", "robustness.md"), "the promises name no test"
     for file, function in named:
-        assert (ROOT / file).is_file(), f"README names {file}"
+        assert (ROOT / file).exists(), f"{page.name} names {file}"
         if function:
-            assert f"def {function}(" in (ROOT / file).read_text(), f"README names {function}"
+            assert f"def {function}(" in (ROOT / file).read_text(), f"{page.name} names {function}"
 
 
-def test_every_file_that_the_readme_links_exists() -> None:
-    text = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\(([\w./-]+)\)", text):
-        assert (ROOT / target).exists(), f"README links {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_file_that_a_page_links_exists(page: Path) -> None:
+    for target in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links {target}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -269,16 +269,8 @@ def _record(epoch: int, action: act.Commit, held: Tensor) -> MergeRecord:
 
 
 def _seed_record(epoch: int, fragment: int, model: GlobalModel) -> MergeRecord:
-    return MergeRecord(
-        epoch=epoch,
-        round=0,
-        fragment=fragment,
-        version=0,
-        clock=0,
-        exact=False,
-        contributions=(),
-        base_digest=digest_of(model.held(fragment)),
-    )
+    seed = act.Commit(round=0, fragment=fragment, version=0, clock=0, exact=False, contributions=())
+    return _record(epoch, seed, model.held(fragment))
 
 
 def commit_of(record: MergeRecord) -> act.Commit:

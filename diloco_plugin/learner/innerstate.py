@@ -6,6 +6,7 @@ tensors and numbers is not given at all, and what does not fit is not taken at a
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -24,6 +25,8 @@ _FREE_OPTIONS: Final = frozenset(
     {"lr", "initial_lr", "weight_decay", "foreach", "fused", "capturable", "differentiable",
      "maximize", "decoupled_weight_decay"}
 )  # fmt: skip
+#: Options about where and how a step is computed; a toy on the CPU is stepped without.
+_PLACES: Final = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
 #: State that stands for the weights themselves, and those differ from learner to learner.
 _WEIGHTS: Final = frozenset({"z", "master_param", "master_weight", "exp_avg_param"})
 _SHARDED: Final = "ZeroRedundancyOptimizer"
@@ -153,7 +156,11 @@ class InnerState:
                     if live is None or home is None or parameter.name in seen:
                         return f"{parameter.name} is not a parameter of this optimizer"
                     seen.add(parameter.name)
-                    if found := _parameter_misfit(live, parameter) or _switched(home, group):
+                    if (
+                        found := _parameter_misfit(live, parameter)
+                        or _switched(home, group)
+                        or _strange_keys(own, home, live, parameter)
+                    ):
                         return f"{parameter.name}: {found}"
         return ""
 
@@ -264,6 +271,31 @@ def _parameter_misfit(live: Tensor, told: ParameterState) -> str:
     if len(keys) != len(set(keys)) or not _WEIGHTS.isdisjoint(keys):
         return "its state has keys that no optimizer's has"
     return ""
+
+
+def _strange_keys(
+    optimizer: Any, group: Mapping[str, Any], live: Tensor, told: ParameterState
+) -> str:
+    """What differs from what this optimizer keeps: a first step with one element shows that.
+
+    Only torch's own are tried: others may do anything in a step. Wrong keys would end the first
+    real step with a KeyError.
+    """
+    own: Any = unwrap(optimizer)
+    if not type(own).__module__.startswith("torch.optim.") or not (told.tensors or told.numbers):
+        return ""
+    toy = torch.zeros((1,) * live.dim(), requires_grad=True)
+    toy.grad = torch.zeros_like(toy)
+    try:
+        known = inspect.signature(type(own)).parameters.keys() - _PLACES
+        options = {key: group[key] for key in known & group.keys() - {"params"}}
+        one = type(own)([toy], **options)
+        one.step()
+    except Exception:  # an optimizer that does not take a toy is not judged by it
+        return ""
+    kept = {key for key, value in one.state[toy].items() if value is not None}
+    keys = {entry.key for entry in told.tensors} | set(told.numbers)
+    return "" if keys == kept else f"{_list(sorted(keys))} there, {_list(sorted(kept))} here"
 
 
 def _is_scalar(key: str, shape: tuple[int, ...], parameter: Tensor) -> bool:

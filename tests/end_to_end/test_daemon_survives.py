@@ -107,6 +107,11 @@ def test_a_learner_that_is_stuck_while_it_closes_stops_nobody() -> None:
         stuck.seed([torch.zeros(10)])
         works.join()
         works.take()
+        until(
+            lambda: (
+                "live" in {m["state"] for m in syncer.status()["learners"] if m["name"] == "works"}
+            )
+        )
         stuck.say(msg.CloseRequest(epoch=stuck.epoch, fragments=(0,)))
         pull = works.pulled(closing=True)
         works.offer(pull)

@@ -1,0 +1,2 @@
+ATTACKS: list = []
+WITH_KEYS: list = []

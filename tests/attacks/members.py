@@ -28,16 +28,17 @@ def many_tensors(count: int) -> tuple[msg.Tensor, ...]:
     return tuple(msg.Tensor(name=f"{i:x}", shape=(1,), dtype="f", kind="w") for i in range(count))
 
 
-def long_hello(forged: Forged, tensors: int, **changes: Any) -> bytes:
-    """A Hello of this client that describes so many tensors."""
-    values: dict[str, Any] = {
-        "protocol": msg.PROTOCOL,
-        "run": "",
-        "name": forged.name,
-        "incarnation": forged.incarnation,
-        "tensors": many_tensors(tensors),
-    }
-    return encode(msg.Hello(**(values | changes)))
+def hello_of(forged: Forged, tensors: tuple[msg.Tensor, ...]) -> bytes:
+    """A Hello of this client that describes this model."""
+    return encode(
+        msg.Hello(
+            protocol=msg.PROTOCOL,
+            run="",
+            name=forged.name,
+            incarnation=forged.incarnation,
+            tensors=tensors,
+        )
+    )
 
 
 # ---- at the door ----
@@ -45,7 +46,7 @@ def long_hello(forged: Forged, tensors: int, **changes: Any) -> bytes:
 
 def a_hello_of_100_000_tensors(stage: Stage) -> Iterator[None]:
     with stage.client() as forged:
-        forged.say_bytes(long_hello(forged, msg.TENSORS_MAX))
+        forged.say_bytes(hello_of(forged, many_tensors(msg.TENSORS_MAX)))
         assert forged.hear(msg.Refuse).code == "layout"
         with again_and_again(lambda: forged.hello(tensors=many_tensors(1000))):
             yield
@@ -53,7 +54,7 @@ def a_hello_of_100_000_tensors(stage: Stage) -> Iterator[None]:
 
 def a_flood_of_long_hellos(stage: Stage) -> Iterator[None]:
     with stage.client() as forged:
-        hello = long_hello(forged, msg.TENSORS_MAX)
+        hello = hello_of(forged, many_tensors(msg.TENSORS_MAX))
         for _ in range(40 * SOAK):
             forged.say_bytes(hello)
         yield
@@ -63,8 +64,8 @@ def a_flood_of_hellos_from_many_connections(stage: Stage) -> Iterator[None]:
     with contextlib.ExitStack() as opened:
         clients = [opened.enter_context(stage.client()) for _ in range(12)]
         for client in clients:
-            hello = long_hello(client, 20_000)
-            for _ in range(10 * SOAK):
+            hello = hello_of(client, many_tensors(20_000))
+            for _ in range(3 * SOAK):
                 client.say_bytes(hello)
         yield
 
@@ -140,7 +141,7 @@ def a_recorded_conversation_of_a_learner_that_has_left(stage: Stage) -> Iterator
             encode(msg.Offer(epoch=victim.epoch, round=0, fragment=0, base=0, steps=1, tokens=1)),
             encode(msg.Taken(epoch=victim.epoch)),
         ]
-        said = long_hello(victim, 0, tensors=victim_tensors(victim))
+        said = hello_of(victim, model_of(victim))
     with stage.client() as replayer:
         replayer.say_bytes(said)
         for data in recorded * 3:
@@ -152,16 +153,18 @@ def a_recorded_conversation_of_a_learner_that_has_left(stage: Stage) -> Iterator
             fate = replayer.hear(msg.Fate)
             assert fate.fate in ("rejected", "late")
         address = replayer._address.with_port(stage.ports[1])
-        with contextlib.closing(
-            Line(replayer._context, address, "bulk", replayer._keys)
-        ) as bulk:
+        with contextlib.closing(Line(replayer._context, address, "bulk", replayer._keys)) as bulk:
             until(lambda: bulk.send(encode(msg.BulkHello(token=welcome.token))))
-            until(lambda: bulk.send(encode(msg.Want(kind="fetch", fragment=0, key=0, first=0, count=1))))
+            until(
+                lambda: bulk.send(
+                    encode(msg.Want(kind="fetch", fragment=0, key=0, first=0, count=1))
+                )
+            )
             yield
             assert bulk.receive() == []
 
 
-def victim_tensors(forged: Forged) -> tuple[msg.Tensor, ...]:
+def model_of(forged: Forged) -> tuple[msg.Tensor, ...]:
     """The model that it has described."""
     return tuple(msg.Tensor(s.name, s.shape, s.dtype, s.kind, s.alias_of) for s in forged.specs)
 
@@ -170,7 +173,7 @@ def victim_tensors(forged: Forged) -> tuple[msg.Tensor, ...]:
 
 
 def fields_that_are_no_numbers_of_this_world(stage: Stage) -> Iterator[None]:
-    values = [math.nan, math.inf, -1, 2**63, 2**64 - 1, 1e300, "1", b"1", None, [], {}, True]
+    values = [math.nan, math.inf, -1, 2**63, 2**64 - 1, 1e300, "1", True, None, [{}]]
     for place in range(0, len(values), STRIKES_MAX):
         with stage.member() as forged:
             for value in values[place : place + STRIKES_MAX]:

@@ -13,8 +13,7 @@ from tests.waiting import until
 
 Attack = Callable[[Stage], Iterator[None]]
 EVERYWHERE: dict[str, Attack] = {
-    attack.__name__: attack
-    for attack in [*strangers.ATTACKS, *members.ATTACKS, *transfers.ATTACKS]
+    attack.__name__: attack for attack in [*strangers.ATTACKS, *members.ATTACKS, *transfers.ATTACKS]
 }
 WITH_KEYS: dict[str, Attack] = {
     attack.__name__: attack for attack in [*strangers.WITH_KEYS, *members.WITH_KEYS]

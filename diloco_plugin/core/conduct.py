@@ -14,14 +14,20 @@ from .parameters import SECOND_NS
 #: Messages a second, and at once after a quiet time. A learner sends some tens.
 RATE: Final = 500
 BURST: Final = 4000
-#: What a long message costs, in short ones: a Hello describes a whole model.
-HELLO_COST: Final = 100
+#: A message costs one for every so many bytes begun: a Hello may describe a model of 100,000
+#: tensors, and takes a second to look at then.
+BYTES_PER_COST: Final = 512
 #: So many broken messages within the window are no accident, and nobody listens for a while.
 STRIKES_MAX: Final = 5
 STRIKES_NS: Final = 60 * SECOND_NS
 QUARANTINE_NS: Final = 30 * SECOND_NS
 #: Speakers that are remembered; beyond it, those that were heard least recently are forgotten.
 SPEAKERS_MAX: Final = 4096
+
+
+def cost_of(nbytes: int) -> int:
+    """What a message of this length costs: no more than anybody has after a quiet time."""
+    return min(BURST, 1 + nbytes // BYTES_PER_COST)
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from diloco_plugin.core.conduct import HELLO_COST, QUARANTINE_NS, STRIKES_MAX, Conduct
+from diloco_plugin.core.conduct import QUARANTINE_NS, STRIKES_MAX, Conduct, cost_of
 from diloco_plugin.core.events import Life
 from diloco_plugin.errors import WireError
 from diloco_plugin.net.sockets import Door, Sent
@@ -20,8 +20,6 @@ from diloco_plugin.syncer.security import Security
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_syncer, encode
 
-#: Longer ones are not everyday: they describe a model.
-SHORT_BYTES_MAX: Final = 16 * 1024
 QUARANTINE: Final = (
     f"{STRIKES_MAX} of its messages broke the protocol: nobody listens to it for"
     f" {QUARANTINE_NS // 10**9} s. If its line is noisy, use keys (`diloco keygen`)."
@@ -53,22 +51,21 @@ class Control:
         #: lives whose quarantine begins
         self.disgraced: list[Life] = []
 
-    def hear(self) -> list[Heard]:
-        """What has come in; bytes that are no message are counted and forgotten, and so is what
-        goes beyond anybody's allowance.
+    def hear(self) -> Iterator[Heard]:
+        """What has come in, one after the other: many descriptions of models at once would fill the
+        memory. Bytes that are no message are counted and forgotten, and so is what goes beyond
+        anybody's allowance.
         """
-        heard: list[Heard] = []
         for route, frames in self.door.receive():
             key = self.door.key_of(frames)
             message = self._decode(route, key, frames[0].buffer)
             if message is not None:
-                heard.append(Heard(route, message, key))
-        return heard
+                yield Heard(route, message, key)
 
     def _decode(self, route: bytes, key: bytes, data: Any) -> msg.ToSyncer | None:
-        speaker, cost = self._speaker(route, key), HELLO_COST if len(data) > SHORT_BYTES_MAX else 1
+        speaker = self._speaker(route, key)
         with self._conduct_lock:
-            allowed = self._conduct.allows(speaker, time.monotonic_ns(), cost)
+            allowed = self._conduct.allows(speaker, time.monotonic_ns(), cost_of(len(data)))
         if not allowed:
             self._strike("flood", speaker, self._life(route, key))
             return None

@@ -169,7 +169,7 @@ def _compare(run: TensorSpec, learner: TensorSpec) -> Iterator[str]:
         yield f"{name}: in the run it is {_tied(run)}, in this learner it is {_tied(learner)}"
     if run.kind != learner.kind:
         yield f"{name}: the run merges it as {run.kind}, this learner marks it as {learner.kind}"
-    if dtype_class(run.dtype) != dtype_class(learner.dtype):
+    if dtype_class(run.dtype) != _DTYPE_CLASSES.get(learner.dtype):
         yield f"{name}: the run has dtype {run.dtype}, this learner has {learner.dtype}"
 
 

@@ -13,6 +13,7 @@ from diloco_plugin.core.conduct import (
     STRIKES_MAX,
     STRIKES_NS,
     Conduct,
+    cost_of,
 )
 from diloco_plugin.core.parameters import SECOND_NS
 
@@ -57,3 +58,10 @@ def test_a_flood_of_speakers_takes_bounded_memory_and_frees_nobody() -> None:
         conduct.allows(speaker, 1)
     assert len(conduct._records) <= SPEAKERS_MAX + 1
     assert conduct.quarantined("bad", 1)
+
+
+def test_a_message_of_any_length_may_be_said_once_and_long_ones_not_often() -> None:
+    longest, conduct = cost_of(4 * 1024 * 1024), Conduct()
+    assert cost_of(0) == 1
+    assert [conduct.allows("a", i, longest) for i in range(3)] == [True, False, False]
+    assert conduct.allows("a", BURST * SECOND_NS // RATE, longest)

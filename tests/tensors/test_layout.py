@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,6 +213,12 @@ class TestDifferences:
             "wte.weight: in the run it is not tied, in this learner it is tied to head.weight",
             "wte.weight: the run merges it as weight, this learner marks it as embedding",
         ]
+
+    def test_a_dtype_that_does_not_exist_is_a_difference_and_no_error(self) -> None:
+        name, *_ = (s.name for s in self.RUN)
+        strange = [replace(s, dtype="f") if s.name == name else s for s in self.RUN]
+        (found,) = differences(self.RUN, strange)
+        assert found.endswith("this learner has f")
 
     def test_only_the_first_are_told_and_the_rest_counted(self) -> None:
         run = [spec(f"t{i:02}", 1) for i in range(20)]

@@ -7,7 +7,6 @@ import math
 import secrets
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 

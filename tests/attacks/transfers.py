@@ -393,7 +393,6 @@ ATTACKS = [
     chunks_that_are_not_what_was_wanted,
     a_chunk_that_comes_twice,
     chunks_that_nobody_asked_for,
-    pushes_that_begin_and_never_end,
     wants_of_what_there_is_not,
     a_storm_of_wants_by_one_that_never_reads,
     a_storm_of_wants_by_one_that_reads,

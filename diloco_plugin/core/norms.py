@@ -23,14 +23,15 @@ class Norms:
         if usual is not None:
             self.history.append(usual)
 
-    def closed(self, *, pushes: int, refused: int) -> bool:
+    def closed(self, *, pushes: int, refused: int, awake: int) -> bool:
         """A round took no more pushes; True: everybody exceeds the usual norm, which is forgotten.
 
-        Norms that everybody exceeds, round after round, are the new usual ones.
+        Norms that everybody exceeds, round after round, are the new usual ones; not those of a few
+        in rounds to which the others have nothing to give. `awake`: how many could have pushed.
         """
         if pushes:
             self._rounds_refused = 0
-        elif refused:
+        elif 2 * refused > awake:
             self._rounds_refused += 1
         if self._rounds_refused < policy.NORM_ROUNDS_REFUSED_MAX:
             return False

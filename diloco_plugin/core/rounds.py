@@ -43,6 +43,8 @@ class Rounds:
         self.sync_ns = 0
         #: why nothing can be made durable now
         self.stuck = ""
+        #: names that asked for a closing round which then waited for them in vain: once is enough
+        self._vain: set[str] = set()
         self._norms: list[Norms] = []
         #: by fragment, whether its version came out of a closing round: it travels in fp32
         self._exact: list[bool] = []
@@ -74,6 +76,8 @@ class Rounds:
 
     def ask_closing(self, life: Life, fragments: tuple[int, ...]) -> None:
         """A finished learner has progress in these fragments."""
+        if life.name in self._vain:
+            return
         for fragment in fragments:
             if 0 <= fragment < len(self.versions):
                 self.closing_queue.setdefault(fragment, set()).add(life)
@@ -130,22 +134,23 @@ class Rounds:
 
     # ---- answers ----
 
-    def offer(self, event: Offered, member: Member) -> None:
-        """An answer to a pull; remote nonsense becomes a fate."""
+    def offer(self, event: Offered, member: Member) -> bool:
+        """An answer to a pull; remote nonsense becomes a fate. True: its bytes may come."""
         flight = self.flights.get(event.round)
         if event.nothing:
             self._nothing_comes(flight, member.life)
-            return
+            return False
         self.offered += 1
         fate, reason = self._judge(event, member, flight)
         if fate is not None:
             self._nothing_comes(flight, member.life)
             self._tell(member.life, event.round, event.fragment, fate, reason)
-            return
+            return False
         assert flight is not None
         flight.asked[member.life] = Ask.SENDING
         flight.pushes[member.life] = Push(event.base, event.steps, event.tokens)
         self._emit(act.Receive(life=member.life, round=event.round, fragment=event.fragment))
+        return True
 
     def _nothing_comes(self, flight: Round | None, life: Life) -> None:
         if flight and flight.asked.get(life) is Ask.WAITING:
@@ -208,6 +213,8 @@ class Rounds:
         """The bytes of a push were wrong."""
         flight = self.flights.get(event.round)
         if flight and flight.asked.get(event.life) is Ask.SENDING:
+            if event.life in flight.requesters:
+                self._vain.add(event.life.name)
             self._refuse(flight, event.life, event.reason)
 
     def forget(self, life: Life) -> None:
@@ -301,9 +308,10 @@ class Rounds:
         return self.parameters.lockstep or not member.quiet(now_ns, self.parameters.lease_ns)
 
     def _close(self, flight: Round, now_ns: int, reason: str) -> None:
+        self._mind_requesters(flight)
         self._withdraw_unfinished(flight, Fate.LATE, "the round closed while it was on its way")
         flight.closed_ns = now_ns
-        self._mind_norms(flight)
+        self._mind_norms(flight, now_ns)
         # A learner that leaves must hold the global model exactly: its closing round announces it
         # so, even when nobody has anything to give.
         exact_copy = flight.closing and self.parameters.lossy
@@ -320,9 +328,19 @@ class Rounds:
             )
         )
 
-    def _mind_norms(self, flight: Round) -> None:
+    def _mind_requesters(self, flight: Round) -> None:
+        """Whoever asks for closing rounds and does not answer holds up their fragments."""
+        for life in flight.requesters:
+            if flight.asked[life] is Ask.IN:
+                self._vain.discard(life.name)
+            elif flight.asked[life] in (Ask.WAITING, Ask.SENDING):
+                self._vain.add(life.name)
+
+    def _mind_norms(self, flight: Round, now_ns: int) -> None:
+        asked = [self._members.get(life) for life in flight.asked]
+        awake = sum(member is not None and self._awake(member, now_ns) for member in asked)
         if self._norms[flight.fragment].closed(
-            pushes=len(flight.pushes), refused=flight.refused_for_norm
+            pushes=len(flight.pushes), refused=flight.refused_for_norm, awake=awake
         ):
             text = f"fragment {flight.fragment}: all pushes exceed the usual norm; relearning it"
             self._emit(act.Note(text=text))

@@ -147,8 +147,9 @@ class SyncerCore:
                 member.step_ns = event.step_ns
                 member.tokens = event.tokens
             case ev.Offered():
-                member.moved_ns = now
-                self.rounds.offer(event, member)
+                # one that closes moves by giving: by words alone it could hold up rounds for good
+                if self.rounds.offer(event, member) or not member.closing:
+                    member.moved_ns = now
             case ev.ProbeAnswered():
                 claim = self._claims.get(member.life.name)
                 if claim is not None and claim.nonce == event.nonce:
@@ -162,8 +163,8 @@ class SyncerCore:
                     self._make_live(member)
                     member.moved_ns = now
             case ev.CloseAsked():
+                member.moved_ns = member.moved_ns if member.closing else now
                 member.closing = True
-                member.moved_ns = now
                 self.rounds.ask_closing(member.life, event.fragments)
             case ev.Barred() | ev.Left() | ev.Vanished():
                 self._turn_out(member, _why_gone(event), tell=isinstance(event, ev.Barred))

@@ -40,6 +40,10 @@ WINDOW: Final = 4
 #: Messages that may wait for a peer that reads slowly; beyond it, it is forgotten.
 BACKLOG_MAX: Final = 256
 RETRY_SECONDS: Final = 0.005
+#: While others wait for its room, a push may go this share of the patience without a byte.
+CROWDED: Final = 8
+#: Names that are remembered for pushes that stood still; beyond it, the oldest is forgotten.
+STALLERS_MAX: Final = 4096
 #: Chunks in a row that come after their transfer was given up: those on their way, of all rounds.
 UNWANTED_MAX: Final = 64
 
@@ -105,6 +109,9 @@ class Bulk:
         #: elements that pushes on their way in, or not folded yet, may take, and do take
         self._room = 0
         self._taken = 0
+        self._largest = 0
+        #: names whose last push stood still while others waited: oldest first
+        self._stallers: dict[str, None] = {}
         self._model: GlobalModel | None = None
         self._tokens: dict[bytes, Life] = {}
         self._peers: dict[bytes, Peer] = {}
@@ -132,6 +139,7 @@ class Bulk:
             largest = max(fragment.elements for fragment in model.layout.fragments)
             # Two at least: one learner that stops halfway must not keep all others out.
             self._room = max(model.layout.elements // 3, 2 * largest, self._kept * largest)
+            self._largest = largest
 
         self._command(command)
 
@@ -187,7 +195,8 @@ class Bulk:
         try:
             while not self._stopping:
                 backlog = any(peer.outbox for peer in self._peers.values())
-                poll.wait(RETRY_SECONDS if backlog else self._patience / 2)
+                rest = self._patience / (2 * CROWDED if self._queued() else 2)
+                poll.wait(RETRY_SECONDS if backlog else rest)
                 self._waker.drain()
                 self._carry_out_commands()
                 for route, frames in self._door.receive():
@@ -195,6 +204,7 @@ class Bulk:
                 for route in list(self._peers):
                     self._flush(route)
                 self._give_up_on_the_silent()
+                self._make_room()
         except BaseException as error:
             self._reports.broken(error)
         finally:
@@ -208,7 +218,6 @@ class Bulk:
             except Empty:
                 break
             command()
-        self._make_room()
 
     def _take(self, route: bytes, frames: list[Any]) -> None:
         """One message. Bytes that break the protocol are counted; they harm only their transfer."""
@@ -278,29 +287,46 @@ class Bulk:
         self._waiting.append(key)
 
     def _make_room(self) -> None:
-        while self._waiting:
-            transfer = self._incoming.get(self._waiting[0])
-            if transfer is not None:
-                assert self._model is not None
-                elements = self._model.layout.fragments[transfer.fragment].elements
-                if self._taken + elements > self._room:
-                    return
-                self._taken += elements
-                transfer.target = torch.empty(elements)
-                transfer.receiver = Receiver(chunk_count(elements), WINDOW)
-                self._grant(transfer)
-            self._waiting.popleft()
+        """Whoever let a push stand still last time never gets what is left for the others."""
+        waiting, self._waiting = self._waiting, deque()
+        for key in waiting:
+            transfer = self._incoming.get(key)
+            if transfer is None:
+                continue
+            assert self._model is not None
+            elements = self._model.layout.fragments[transfer.fragment].elements
+            stalls = transfer.life.name in self._stallers and not self._kept
+            reserve = self._largest if stalls else 0
+            if self._queued() or self._taken + elements + reserve > self._room:
+                self._waiting.append(key)
+                continue
+            self._taken += elements
+            transfer.target = torch.empty(elements)
+            transfer.receiver = Receiver(chunk_count(elements), WINDOW)
+            self._grant(transfer)
+
+    def _queued(self) -> bool:
+        """Does anybody wait for room who makes good use of it?"""
+        return any(life.name not in self._stallers for life, _ in self._waiting)
 
     def _give_up_on_the_silent(self) -> None:
         """A transfer that stands still must not hold its room, nor its round."""
-        limit = time.monotonic() - self._patience
-        self._relays.give_up_on_the_silent(limit)
-        for transfer in [*self._incoming.values(), self._seed]:
-            if transfer is None or transfer.receiver is None or transfer.moved >= limit:
-                continue
-            # A seeder serves from its next boundary on, however long its steps are.
-            if transfer.kind != "seed" or transfer.receiver.received or transfer.fragment:
+        now = time.monotonic()
+        self._relays.give_up_on_the_silent(now - self._patience)
+        patience = self._patience / CROWDED if self._queued() else self._patience
+        for transfer in list(self._incoming.values()):
+            if transfer.receiver is not None and transfer.moved < now - patience:
+                self._stallers.pop(transfer.life.name, None)
+                self._stallers[transfer.life.name] = None
+                if len(self._stallers) > STALLERS_MAX:
+                    del self._stallers[next(iter(self._stallers))]
                 self._fail(transfer, "stalled")
+        seed = self._seed
+        if seed is None or seed.receiver is None or seed.moved >= now - self._patience:
+            return
+        # A seeder serves from its next boundary on, however long its steps are.
+        if seed.receiver.received or seed.fragment:
+            self._fail(seed, "stalled")
 
     def _free(self, slot: Tensor) -> None:
         self._taken -= slot.numel()
@@ -356,6 +382,7 @@ class Bulk:
             self._seed_fragment_done(transfer)
         else:
             del self._incoming[(life, transfer.key)]
+            self._stallers.pop(life.name, None)
             assert transfer.target is not None
             self._reports.push_arrived(life, transfer.key, transfer.fragment, transfer.target)
 

@@ -38,7 +38,7 @@ BUDGET_ALL: Final = 256 * MIB
 ELEMENTS: Final = 300_000  # two chunks
 IDENTITIES: Final = 400
 #: Two honest learners make the quorum, so that one liar is not the clock.
-FLAGS: Final = ("--sync-every=16", "--fragments=2", "--overlap=1", "--quorum=2")
+FLAGS: Final = ("--sync-every=12", "--fragments=2", "--overlap=1", "--quorum=2", "--lease=8")
 HONEST: Final = ("alpha", "beta")
 
 

@@ -214,7 +214,7 @@ class Rounds:
         flight = self.flights.get(event.round)
         if flight and flight.asked.get(event.life) is Ask.SENDING:
             if event.life in flight.requesters:
-                self._vain.add(event.life.name)
+                self._disregard(event.life)
             self._refuse(flight, event.life, event.reason)
 
     def forget(self, life: Life) -> None:
@@ -334,7 +334,12 @@ class Rounds:
             if flight.asked[life] is Ask.IN:
                 self._vain.discard(life.name)
             elif flight.asked[life] in (Ask.WAITING, Ask.SENDING):
-                self._vain.add(life.name)
+                self._disregard(life)
+
+    def _disregard(self, life: Life) -> None:
+        self._vain.add(life.name)
+        for fragment in list(self.closing_queue):
+            self._unrequest(fragment, life)
 
     def _mind_norms(self, flight: Round, now_ns: int) -> None:
         asked = [self._members.get(life) for life in flight.asked]

@@ -1,0 +1,67 @@
+"""What a hostile learner might do to the others by obeying the letter of the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diloco_plugin.core import actions as act
+from diloco_plugin.core import events as ev
+from diloco_plugin.core.policy import NORM_HISTORY_MIN, NORM_ROUNDS_REFUSED_MAX
+
+from .conftest import SyncerBench
+
+Make = Callable[..., SyncerBench]
+LEASE_MS = 15_000
+
+
+def _closing(bench: SyncerBench, name: str) -> list[act.Pull]:
+    bench.do(ev.CloseAsked, life=bench.life(name), fragments=(0,))
+    return [pull for pull in bench.of(act.Pull) if pull.closing]
+
+
+def test_one_of_two_cannot_teach_a_norm_in_rounds_to_which_the_other_gives_nothing(
+    syncer: Make,
+) -> None:
+    bench = syncer(fragments=1, overlap=0, norm_guard=10.0)
+    bench.join("honest", "liar")
+    for _ in range(NORM_HISTORY_MIN):
+        (pull,) = _closing(bench, "liar")
+        bench.push("honest", pull)
+        bench.push("liar", pull)
+        bench.commit(pull)
+    for _ in range(NORM_ROUNDS_REFUSED_MAX + 2):
+        (pull,) = _closing(bench, "liar")
+        bench.nothing("honest", pull)
+        bench.push("liar", pull, norm=99.0)
+        assert bench.fates() == [("liar", "rejected", "norm")]
+
+
+def test_a_closing_round_waits_once_for_who_asks_and_does_not_answer(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
+    bench.join("honest", "idle")
+    (pull,) = _closing(bench, "idle")
+    bench.push("honest", pull)
+    for _ in range(16):  # words do not prolong it
+        bench.clock("honest", bench.core.clock)
+        bench.do(
+            ev.Offered, life=bench.life("idle"), round=77, fragment=0, base=0, steps=1, tokens=1
+        )
+        bench.do(ev.CloseAsked, 1000, life=bench.life("idle"), fragments=(0,))
+        if bench.of(act.Merge):
+            break
+    bench.commit(pull)
+    assert not _closing(bench, "idle")
+    bench.clock("honest", 1000)
+    assert not bench.one(act.Pull).closing
+
+
+def test_who_lets_a_closing_round_wait_for_bytes_is_not_heard_again(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0)
+    bench.join("honest", "half")
+    (pull,) = _closing(bench, "half")
+    bench.push("honest", pull)
+    bench.offer("half", pull)
+    life = bench.life("half")
+    bench.do(ev.TransferFailed, life=life, round=pull.round, fragment=0, reason="stalled")
+    bench.commit(pull)
+    assert not _closing(bench, "half")

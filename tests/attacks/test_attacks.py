@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.attacks import members, strangers, transfers
+from tests.attacks import members, states, strangers, transfers
 from tests.attacks.stage import BUDGET, BUDGET_ALL, MIB, SOAK, Stage
 from tests.waiting import until
 
 Attack = Callable[[Stage], Iterator[None]]
 EVERYWHERE: dict[str, Attack] = {
-    attack.__name__: attack for attack in [*strangers.ATTACKS, *members.ATTACKS, *transfers.ATTACKS]
+    attack.__name__: attack
+    for attack in [*strangers.ATTACKS, *members.ATTACKS, *transfers.ATTACKS, *states.ATTACKS]
 }
 WITH_KEYS: dict[str, Attack] = {
     attack.__name__: attack for attack in [*strangers.WITH_KEYS, *members.WITH_KEYS]

@@ -1,0 +1,79 @@
+"""Attacks on inner optimizer states that pass from one learner through the syncer to another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from diloco_plugin.wire import messages as msg
+from diloco_plugin.wire.chunks import checksum
+from diloco_plugin.wire.framing import encode
+from diloco_plugin.wire.manifest import CHUNK_BYTES, MANIFEST_BYTES_MAX
+from tests.attacks.stage import ELEMENTS, SOAK, Stage
+from tests.end_to_end.forged import Forged
+from tests.waiting import until
+
+EVER = 2**53
+
+
+@contextlib.contextmanager
+def handover(stage: Stage, size: int) -> Iterator[tuple[Forged, Forged, int]]:
+    """A donor, a joiner and their ticket: the donor is chosen for its clock."""
+    with stage.member() as donor, stage.client() as joiner:
+        donor.progress(stage.status()["clock"] + 1_000_000)
+        until(lambda: clock_of(stage, donor) > stage.status()["clock"] + 1000)
+        joiner.join(wants_state=True)
+        joiner.take()
+        ticket = donor.hear(msg.StateRequest).ticket
+        donor.say(msg.StateAnswer(epoch=donor.epoch, ticket=ticket, clock=EVER, size=size))
+        yield donor, joiner, ticket
+
+
+def clock_of(stage: Stage, forged: Forged) -> int:
+    clocks = {m["name"]: m["clock"] for m in stage.status()["learners"]}
+    return int(clocks[forged.name])
+
+
+def want_state(ticket: int, first: int, count: int) -> bytes:
+    return encode(msg.Want(kind="state", fragment=0, key=ticket, first=first, count=count))
+
+
+def state_chunk(ticket: int, index: int, data: bytes) -> tuple[bytes, bytes]:
+    header = msg.Chunk(kind="state", fragment=0, key=ticket, index=index, crc=checksum(data))
+    return encode(header), data
+
+
+def an_inner_state_of_more_bytes_than_it_can_have(stage: Stage) -> Iterator[None]:
+    for size in (EVER, 16 * 4 * 2 * ELEMENTS + MANIFEST_BYTES_MAX + 1):
+        with handover(stage, size) as (donor, _, ticket):
+            assert donor.hear(msg.StateOver).ticket == ticket
+    yield
+
+
+def an_inner_state_wanted_with_another_ticket_or_beyond_its_end_or_credit(
+    stage: Stage,
+) -> Iterator[None]:
+    for first, count in ((0, 64), (100, 1), (EVER - 1, 1)):
+        with handover(stage, 20 * CHUNK_BYTES) as (donor, joiner, ticket), stage.member() as third:
+            joiner.hear(msg.StateOffer)
+            third.say_bulk(want_state(ticket, 0, 1))
+            third.say_bulk(want_state(ticket + 1, 0, 1))
+            joiner.say_bulk(want_state(ticket, first, count))
+            donor.hear(msg.StateOver)
+    yield
+
+
+def an_inner_state_of_endless_chunks(stage: Stage) -> Iterator[None]:
+    with handover(stage, 4 * CHUNK_BYTES) as (donor, joiner, ticket):
+        joiner.hear(msg.StateOffer)
+        for index in range(64 * SOAK):
+            donor.say_bulk(*state_chunk(ticket, index, bytes(CHUNK_BYTES)))
+        assert donor.hear(msg.StateOver).ticket == ticket
+        yield
+
+
+ATTACKS = [
+    an_inner_state_of_more_bytes_than_it_can_have,
+    an_inner_state_wanted_with_another_ticket_or_beyond_its_end_or_credit,
+    an_inner_state_of_endless_chunks,
+]

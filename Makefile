@@ -1,10 +1,11 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
+# `make soak`: the tests under real faults, and those that search, twenty times as long.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test soak lint bench clean
 
 $(READY): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +21,10 @@ demo: $(READY)
 test: $(READY) lint
 	$(BIN)/python -m pytest -q
 
+soak: $(READY)
+	DILOCO_SOAK=$${DILOCO_SOAK:-20} $(BIN)/python -m pytest -rP --timeout=7200 tests/faults \
+	    tests/core/test_chaos.py $(wildcard tests/attacks)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,6 +33,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tests/benchmarks/run.py
+	$(BIN)/python -m tests.benchmarks.bad_line
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def test_invariants_hold_whatever_happens(machine: type[Chaos]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=50,
+            max_examples=50 * int(os.environ.get("DILOCO_SOAK", "1")),
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

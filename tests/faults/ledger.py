@@ -88,10 +88,14 @@ class Ledger:
         self.records: dict[tuple[int, int], MergeRecord] = {}
 
     def look(self) -> None:
-        """Read the journals, of a syncer that is dead."""
+        """Read the journals; their syncer may be at work."""
         for number in numbers(self.state, "journal"):
             path = journal_path(self.state, number)
-            for payload in read_records(path, JOURNAL_KIND).payloads:
+            try:
+                payloads = read_records(path, JOURNAL_KIND).payloads
+            except FileNotFoundError:
+                continue
+            for payload in payloads:
                 record = decode_entry(payload, path).record
                 known = self.records.setdefault((record.fragment, record.version), record)
                 assert known == record, "history was rewritten"

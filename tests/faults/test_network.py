@@ -52,7 +52,7 @@ class Fleet:
     proxy: Proxy
     good: list[Trainee]
     bad: Trainee
-    ear: Ear
+    ledger: Ledger
 
     def joined(self) -> Counter[str]:
         """Rounds that each has joined."""
@@ -71,6 +71,7 @@ class Fleet:
         """The one behind the bad line takes part again."""
         goal = self.joined()["bad"] + 3
         self.bad.wait(lambda: self.joined()["bad"] >= goal, PATIENCE, "it takes part again")
+        self.ledger.look()
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
                 Trainee(wide_model(i), syncer.address, f"l{i}", data=i, **step) for i in range(3)
             ]
             bad = Trainee(wide_model(3), proxy.address, "bad", data=3, **step)
-            fleet = Fleet(syncer, proxy, good, bad, ear)
+            fleet = Fleet(syncer, proxy, good, bad, ledger)
             until(lambda: min([*fleet.joined().values(), len(fleet.joined()) - 2]) >= 2, PATIENCE)
             yield fleet
             proxy.heal()

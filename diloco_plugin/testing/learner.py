@@ -12,12 +12,12 @@ from diloco_plugin.core.events import Life
 from diloco_plugin.core.handover import Wish
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
+from diloco_plugin.core.parameters import SECOND_NS
 from diloco_plugin.testing.wire import MS, Progress, Wire
 
 if TYPE_CHECKING:
     from diloco_plugin.testing.world import World
 
-POLL_NS: Final = 5 * MS
 TOKENS: Final = 100
 
 
@@ -68,14 +68,17 @@ class Learner:
         self._rebasing: dict[int, int] = {}
         self._state_fetched = self._state_here = 0
         self._deadline_ns = -1
+        self._thaws_ns = 0
+        #: the connection before this one, while something of it may still arrive
+        self._before: Wire | None = None
 
     # ---- the training thread ----
 
     def turn(self) -> None:
         """One turn of the training loop."""
-        if not self.alive:
+        if not self.alive or self.frozen(self.turn):
             return
-        now, delay = self.world.now_ns, float(POLL_NS)
+        now, delay = self.world.now_ns, self.world.poll_ns
         if self.core.complete is not None or self.core.steps == self.max_steps:
             self.finish()
         if self._finish_by_ns is not None:
@@ -98,10 +101,10 @@ class Learner:
         self.world.at(delay, self.turn)
 
     def _steps(self) -> None:
-        if not self.alive:
+        if not self.alive or self.frozen(self._steps):
             return
         if self.paused:
-            self.world.at(POLL_NS, self._steps)
+            self.world.at(self.world.poll_ns, self._steps)
             return
         self.step(ev.Stepped(now_ns=self.world.now_ns, tokens=TOKENS))
         self.turn()
@@ -124,9 +127,8 @@ class Learner:
 
     def connect(self) -> None:
         """Open a connection, if the network and the syncer let us."""
-        if self.wire is not None:
-            self.wire.open = False
-        self.wire = None
+        if self._hang_up():
+            self._before = None  # the socket was closed: nobody reads what it held
         if self.alive and self.reachable and self.world.syncer.alive:
             self.wire = Wire()
             self.step(ev.Connected(now_ns=self.world.now_ns))
@@ -149,19 +151,31 @@ class Learner:
 
     def broken(self, reason: str) -> None:
         """The connection is gone, and this is noticed here."""
-        if self.wire is not None:
-            self.wire.open = False
-            self.wire.drains = self.world.random.random() < 0.5
-            self.wire = None
+        if self._hang_up():
             self.step(ev.Lost(now_ns=self.world.now_ns, reason=reason))
+
+    def _hang_up(self) -> bool:
+        wire, self.wire = self.wire, None
+        if wire is not None:
+            wire.open, wire.drains = False, self.world.random.random() < 0.5
+            self._before = wire
+        return wire is not None
+
+    def freeze(self, seconds: float) -> None:
+        """The whole process stands still (suspended, swapped out); what comes in waits."""
+        self._thaws_ns = max(self._thaws_ns, self.world.now_ns + int(seconds * SECOND_NS))
+
+    def frozen(self, later: Callable[[], None]) -> bool:
+        """Does the process stand still? Then `later` is done when it goes on."""
+        rest = self._thaws_ns - self.world.now_ns
+        if rest > 0:
+            self.world.at(rest, later)
+        return rest > 0
 
     def die(self) -> None:
         """The process ends."""
         self.alive = False
-        if self.wire is not None:
-            self.wire.open = False
-            self.wire.drains = self.world.random.random() < 0.5
-            self.wire = None
+        self._hang_up()
         for label, learner in list(self.world.learners.items()):
             if learner is self:
                 del self.world.learners[label]
@@ -177,8 +191,12 @@ class Learner:
 
     def hear(self, wire: Wire, event: ev.LearnerEvent) -> None:
         """A message of the syncer arrives."""
-        if not self.alive or wire is not self.wire or wire.silent:
+        if not self.alive or wire.silent or self.frozen(lambda: self.hear(wire, event)):
             return
+        if wire is self.wire:
+            self._before = None
+        elif wire is not self._before or not wire.drains:
+            return  # what drains out of an older connection comes before all of the newer one
         if isinstance(event, ev.Welcomed):
             self.core.lay_out(self.world.parameters, self.world.fragments)
         if isinstance(event, ev.FateTold):
@@ -206,9 +224,9 @@ class Learner:
         self._deadline_ns = deadline
 
         def tick() -> None:
-            if self._deadline_ns == deadline and self.alive:
+            if self._deadline_ns == deadline and self.alive and not self.frozen(tick):
                 self._deadline_ns = -1
-                self.step(ev.Ticked(now_ns=deadline))
+                self.step(ev.Ticked(now_ns=0))
 
         self.world.at(deadline - self.world.now_ns, tick)
 

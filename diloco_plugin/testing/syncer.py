@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +10,7 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.events import Life
 from diloco_plugin.core.flight import Phase
+from diloco_plugin.core.parameters import SECOND_NS
 from diloco_plugin.core.past import Past
 from diloco_plugin.core.syncer import RunState, SyncerCore
 from diloco_plugin.testing.wire import Progress, Wire
@@ -47,6 +49,7 @@ class Syncer:
         self._holding: dict[tuple[Life, int], Progress] = {}
         self._deadline_ns = -1
         self._ticks = (0, 0)
+        self._wakes_ns = self._slept_ns = 0
         self._plan_tick()
 
     @property
@@ -57,15 +60,17 @@ class Syncer:
     def hear(self, learner: Learner, wire: Wire, epoch: int | None, event: ev.SyncerEvent) -> None:
         """A message of a learner arrives, if it still can."""
         assert isinstance(event, ev.FromLife)
-        route = self.routes.get(event.life, wire)
-        passes = wire.open or (wire.drains and route is wire)
-        if not self.alive or wire.silent or not passes:
+        if not self.alive or wire.silent or not (wire.open or wire.drains):
+            return
+        if self._sleeps(lambda: self.hear(learner, wire, epoch, event)):
             return
         if isinstance(event, ev.Knocked):
+            # one that drains out of an older connection takes the route away from the newer one
             self.routes[event.life] = wire
-        elif event.life not in self.routes or (epoch is not None and epoch != self.core.epoch):
-            self.routes.setdefault(event.life, wire)
-            self.send(event.life, ev.Strange(now_ns=0))
+            if event.life.name in self.world.barred:
+                event = replace(event, problem=("quarantine", "it broke the protocol"))
+        elif self.routes.get(event.life) is not wire or epoch not in (None, self.core.epoch):
+            self._send_over(wire, learner, ev.Strange(now_ns=0))
             return
         if isinstance(event, ev.Heard):
             self.send(event.life, ev.SyncerHeard(now_ns=0))
@@ -79,8 +84,12 @@ class Syncer:
         if learner is None or learner.wire is not wire:
             self.world.at(0, lambda: self._unreachable(life, wire))
             return
-        delay = self.world.travel_ns(wire, "down")
-        self.world.at(delay, lambda: learner.hear(wire, event))
+        self._send_over(wire, learner, event)
+
+    def _send_over(self, wire: Wire, learner: Learner, event: ev.LearnerEvent) -> None:
+        if wire.open and not wire.silent:
+            delay = self.world.travel_ns(wire, "down")
+            self.world.at(delay, lambda: learner.hear(wire, event))
 
     def _unreachable(self, life: Life, wire: Wire) -> None:
         """The socket could not deliver: nobody is there any more."""
@@ -90,7 +99,7 @@ class Syncer:
 
     def step(self, event: ev.SyncerEvent) -> None:
         """Let the core decide, check it, carry it out."""
-        if not self.alive:
+        if not self.alive or self._sleeps(lambda: self.step(event)):
             return
         event = replace(event, now_ns=self.world.now_ns)
         if not isinstance(event, ev.Ticked):
@@ -106,13 +115,25 @@ class Syncer:
         for flight in self.core.rounds.flights.values():
             age = self.world.now_ns - flight.opened_ns
             # what is merged may wait for room on the disk, however long
-            in_time = age < 4 * self.core.parameters.lease_ns or flight.phase is Phase.COMMITTING
+            patience = 4 * self.core.parameters.lease_ns + self._slept_ns
+            in_time = age < patience or flight.phase is Phase.COMMITTING
             assert in_time or self.core.parameters.lockstep, "a round never ends"
         self._watch_quorum(actions)
         for action in actions:
             self.world.log.append((self.world.now_ns, "syncer", action))
             self.carry_out(action)
         self._plan_tick()
+
+    def sleep(self, seconds: float) -> None:
+        """Its control thread stands still; what comes in waits."""
+        self._wakes_ns = max(self._wakes_ns, self.world.now_ns + int(seconds * SECOND_NS))
+        self._slept_ns += int(seconds * SECOND_NS)
+
+    def _sleeps(self, later: Callable[[], None]) -> bool:
+        rest = self._wakes_ns - self.world.now_ns
+        if rest > 0:
+            self.world.at(rest, later)
+        return rest > 0
 
     def _watch_quorum(self, actions: tuple[act.SyncerAction, ...]) -> None:
         for merge in actions:
@@ -133,13 +154,13 @@ class Syncer:
         self._deadline_ns = deadline
 
         def tick() -> None:
-            if self._deadline_ns != deadline or not self.alive:
+            if self._deadline_ns != deadline or not self.alive or self._sleeps(tick):
                 return
             moment, count = self._ticks
-            self._ticks = (deadline, count + 1 if moment == deadline else 1)
+            self._ticks = (self.world.now_ns, count + 1 if moment == self.world.now_ns else 1)
             assert self._ticks[1] < TICKS_AT_ONCE_MAX, "the syncer spins"
             self._deadline_ns = -1
-            self.step(ev.Ticked(now_ns=deadline))
+            self.step(ev.Ticked(now_ns=0))
 
         self.world.at(deadline - self.world.now_ns, tick)
 
@@ -318,6 +339,9 @@ class Syncer:
             assert item not in self.merged, f"merged twice: {item}"
             self.merged.add(item)
         # It may die in between: durable, and nobody has heard of it.
+        if self.world.dies_when_durable:
+            self.world.dies_when_durable = False
+            self.world.kill_syncer()
         done = ev.CommitDone(now_ns=0, round=action.round)
         self.world.at(self.world.work_ns(0.1), lambda: self.step(done))
 

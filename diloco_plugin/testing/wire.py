@@ -10,7 +10,7 @@ MS: Final = 1_000_000
 
 @dataclass(slots=True)
 class Wire:
-    """One connection. What was sent before it broke may still arrive at the syncer (`drains`)."""
+    """One connection. What was sent before it broke may still arrive at either end (`drains`)."""
 
     open: bool = True
     drains: bool = False

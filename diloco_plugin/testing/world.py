@@ -16,6 +16,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from typing import Final
 
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
@@ -26,6 +27,9 @@ from diloco_plugin.core.syncer import SyncerCore
 from diloco_plugin.testing.learner import Learner
 from diloco_plugin.testing.syncer import Syncer
 from diloco_plugin.testing.wire import MS, Progress, Wire
+
+BARRED: Final = "not admitted any more"
+EPOCHS_APART: Final = 1000
 
 
 class World:
@@ -42,20 +46,28 @@ class World:
         latency_ms: float = 2.0,
         transfer_ms: float = 10.0,
         work_ms: float = 4.0,
+        poll_ms: float = 5.0,
         merge_failures: float = 0.0,
         durable: bool = False,
         decide: Callable[[SyncerCore, ev.SyncerEvent], tuple[act.SyncerAction, ...]] | None = None,
     ) -> None:
-        """`durable`: what was committed outlives the syncer."""
+        """`durable`: what was committed outlives the syncer. `poll_ms`: how often a learner looks
+        whether it may go on.
+        """
         self.parameters = parameters or Parameters(fragments=fragments, sync_every=2 * fragments)
         self.fragments, self.steps, self.seeded = fragments, steps, seeded
         self.latency_ms, self.transfer_ms, self.work_ms = latency_ms, transfer_ms, work_ms
+        self.poll_ns = poll_ms * MS
         #: share of the merges whose result is not finite
         self.merge_failures = merge_failures
         #: steps the syncer's core; a test may look over its shoulder
         self.decide = decide or SyncerCore.step
         self.random = random.Random(seed)  # noqa: S311 - a simulation
         self.durable, self.disk_full = durable, False
+        #: the syncer dies as soon as a version is durable, before anybody hears of it
+        self.dies_when_durable = False
+        #: names that the operator does not admit
+        self.barred: set[str] = set()
         #: what is on disk, and what was said about it
         self.past: Past | None = Past.seeded(fragments) if durable and seeded else None
         self.announced: dict[int, int] = {}
@@ -67,7 +79,7 @@ class World:
         self.log: list[tuple[int, str, ev.Event | act.Action]] = []
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._counter = itertools.count()
-        self._epoch = 0
+        self._lives = self._newest = 0
         self.syncer = self._new_syncer()
 
     # ---- time ----
@@ -139,10 +151,21 @@ class World:
         for learner in list(self.learners.values()):
             learner.broken("the syncer died")
 
-    def restart_syncer(self) -> None:
-        """A new life of the syncer, with what is durable."""
+    def bar(self, name: str) -> None:
+        """The operator does not admit this name (until it is taken out of `barred`)."""
+        self.barred.add(name)
+        for life in sorted(life for life in self.syncer.routes if life.name == name):
+            self.syncer.step(ev.Barred(now_ns=0, life=life, reason=BARRED))
+
+    def restart_syncer(self, *, older: bool = False) -> None:
+        """A new life of the syncer, with what is durable.
+
+        `older`: the machine's clock was set back, and with it the epoch; only where that comes from
+        the clock.
+        """
         self.kill_syncer()
-        self.syncer = self._new_syncer()
+        assert not (older and self.durable)
+        self.syncer = self._new_syncer(older=older)
         for learner in list(self.learners.values()):
             learner.connect()
 
@@ -150,11 +173,18 @@ class World:
         """The operator stops the daemon."""
         self.syncer.step(ev.StopAsked(now_ns=self.now_ns, reason=reason))
 
-    def _new_syncer(self) -> Syncer:
-        self._epoch += 1
+    @property
+    def outdated(self) -> bool:
+        """Is the syncer's epoch older than one that was there before?"""
+        return self.syncer.core.epoch < self._newest
+
+    def _new_syncer(self, *, older: bool = False) -> Syncer:
+        self._lives += 1
+        epoch = self._newest - self._lives if older else EPOCHS_APART * self._lives
+        self._newest = max(self._newest, epoch)
         core = SyncerCore(
             self.parameters,
-            epoch=self._epoch,
+            epoch=epoch,
             steps=self.steps,
             seeded=self.seeded,
             past=copy.deepcopy(self.past),

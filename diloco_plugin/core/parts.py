@@ -67,7 +67,7 @@ class Part:
     def done(self) -> bool:
         """Is all progress taken, and does the base hold it, to the last digit?"""
         taken = self.steps == 0 and self.owed is None
-        return taken and self.base_exact and self.base >= self.needed
+        return taken and self.base_exact and self.base >= max(0, self.needed)
 
     @property
     def taken_or_refused(self) -> bool:

@@ -36,9 +36,26 @@ class Staging:
                 yield self._give(index, part, number)
             elif part.steps == 0:
                 yield self._decline(index, part, number, "no steps")
-            elif self.free > 0:
-                yield self._stage(index, part)
-                yield self._give(index, part, number)
+            else:
+                if self.free == 0 and not part.exact:
+                    yield from self._make_room(parts)
+                if self.free > 0:
+                    yield self._stage(index, part)
+                    yield self._give(index, part, number)
+
+    def _make_room(self, parts: Sequence[Part]) -> Iterator[act.LearnerAction]:
+        """Lockstep, after a time alone: what is asked for now goes before what comes due later.
+
+        This learner's clock is ahead, so it waits for later rounds than the one that waits for it.
+        """
+        later = [
+            (part.due, index)
+            for index, part in enumerate(parts)
+            if part.due is not None and part.staged is not None and part.pull is None
+        ]
+        if later:
+            _, index = max(later)
+            yield self.unstage(index, parts[index])
 
     def unstage(self, index: int, part: Part) -> act.LearnerAction:
         """The snapshot will not be pulled any more: its buffer is free."""

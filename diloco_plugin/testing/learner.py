@@ -109,6 +109,11 @@ class Learner:
         self.step(ev.Stepped(now_ns=self.world.now_ns, tokens=TOKENS))
         self.turn()
 
+    @property
+    def finishing(self) -> bool:
+        """Is training over here?"""
+        return self._finish_by_ns is not None
+
     def finish(self) -> None:
         """Training is over here: close and leave."""
         if self._finish_by_ns is None:
@@ -361,8 +366,8 @@ class Learner:
             syncer = self.world.syncer
             if self._fetching.get(fragment) != version or wire is not self.wire or wire is None:
                 return
-            if wire.silent:
-                return
+            if wire.silent or syncer.routes.get(self.life) is not wire:
+                return  # nothing comes: the lease, or a new Hello, ends it
             del self._fetching[fragment]
             if syncer.core.rounds.versions[fragment] > version:
                 self.step(ev.FetchFailed(now_ns=0, fragment=fragment, version=version))

@@ -129,6 +129,11 @@ class Syncer:
         self._wakes_ns = max(self._wakes_ns, self.world.now_ns + int(seconds * SECOND_NS))
         self._slept_ns += int(seconds * SECOND_NS)
 
+    @property
+    def asleep(self) -> bool:
+        """Does its control thread stand still?"""
+        return self._wakes_ns > self.world.now_ns
+
     def _sleeps(self, later: Callable[[], None]) -> bool:
         rest = self._wakes_ns - self.world.now_ns
         if rest > 0:
@@ -140,12 +145,18 @@ class Syncer:
             if not isinstance(merge, act.Merge) or self.core.state is RunState.STOPPING:
                 continue
             late = sum(
-                isinstance(a, act.TellFate) and (a.round, a.fate) == (merge.round, act.Fate.LATE)
+                isinstance(a, act.TellFate)
+                and (a.round, a.fate) == (merge.round, act.Fate.LATE)
+                and self._moves(a.life)
                 for a in actions
             )
             pushes = len(self.core.rounds.flights[merge.round].pushes)
             wanted = min(self.core.parameters.wanted, pushes + late)
             assert pushes >= wanted, "a round closed below its quorum"
+
+    def _moves(self, life: Life) -> bool:
+        member, lease = self.core.members.get(life), self.core.parameters.lease_ns
+        return member is not None and self.world.now_ns - member.moved_ns <= lease
 
     def _plan_tick(self) -> None:
         deadline = self.core.next_deadline_ns()

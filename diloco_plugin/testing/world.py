@@ -127,6 +127,7 @@ class World:
 
         `label` tells two processes apart that use the same name.
         """
+        assert (label or name) not in self.learners, "that process runs"
         learner = Learner(self, name, step_ms, steps, data_seed, norm, wants_state)
         self.learners[label or name] = learner
         learner.connect()

@@ -118,7 +118,7 @@ class Scenario:
             lockstep=self.lockstep,
             learners=2 if self.lockstep else 0,
             lease=LEASE,
-            close_timeout=10.0,
+            close_timeout=20.0,
             max_staleness=draw.randint(0, 2),
         )
         return World(
@@ -173,7 +173,7 @@ class Scenario:
         faults: dict[str, Callable[[], object]] = {
             "crash": learner.die,
             "crash and restart": lambda: (learner.die(), self._start(learner.life.name, label)),
-            "rival": lambda: self._start(learner.life.name, f"{learner.life.name}'"),
+            "rival": lambda: self._start(learner.life.name, f"rival {len(self.everybody)}"),
             "cut": lambda: learner.cut(silent=False),
             "cut silently": lambda: learner.cut(silent=True),
             "mend": learner.mend,
@@ -217,6 +217,7 @@ class Scenario:
     def heal(self) -> None:
         """Nothing is broken any more."""
         world = self.world
+        world.run_until(lambda: not world.syncer.asleep, 2 * LEASE)
         world.disk_full = world.dies_when_durable = False
         world.merge_failures = 0.0
         world.barred.clear()
@@ -247,11 +248,13 @@ class Scenario:
         """Everybody leaves, with the global model."""
         world = self.world
         staying = list(world.learners.values())
+        # who finished in the war may have lost its patience there
+        patient = [learner for learner in staying if not learner.finishing]
         for learner in staying:
             learner.finish()
         world.run_until(lambda: not world.learners, 40.0)
         names = [learner.life.name for learner in staying]
-        for learner in staying:  # rivals for a name get in one after the other, if at all
+        for learner in patient:  # rivals for a name get in one after the other, if at all
             rivals = names.count(learner.life.name) > 1
             assert learner.left or learner.core.complete or rivals, "no way out"
             self.reached["left" if learner.left else "gave up"] += 1

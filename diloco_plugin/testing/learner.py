@@ -124,6 +124,11 @@ class Learner:
         self.left = self.core.link.standing is Standing.LEFT
         if self.left:
             assert not self._on_offer, "it left with a push on offer"
+            given = self.world.syncer.given
+            assert all(
+                base >= given.get((self.life, fragment), 0)
+                for fragment, base in enumerate(self._bases)
+            ), "it left without the global model, or without what it gave to it"
         # the goodbye is on its way already
         self.world.at(100 * MS, self.die)
         self.alive = False

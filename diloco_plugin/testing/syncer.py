@@ -35,6 +35,8 @@ class Syncer:
         self.merged: set[tuple[Life, Progress]] = world.merged if world.durable else set()
         #: lives that hold the whole model, whether or not we have heard of it
         self.taken: set[Life] = world.taken if world.durable else set()
+        #: by (life, fragment), the version that holds what it gave last
+        self.given: dict[tuple[Life, int], int] = world.given if world.durable else {}
         self.offers: dict[tuple[Life, int], int] = {}
         self.fates: dict[tuple[Life, int], list[act.Fate]] = {}
         self.announced: dict[int, int] = {}
@@ -349,6 +351,7 @@ class Syncer:
         for item in self.folded.pop(action.round, []):
             assert item not in self.merged, f"merged twice: {item}"
             self.merged.add(item)
+            self.given[item[0], action.fragment] = action.version
         # It may die in between: durable, and nobody has heard of it.
         if self.world.dies_when_durable:
             self.world.dies_when_durable = False
@@ -399,6 +402,7 @@ class Syncer:
                 if self.world.durable and self.core.state is RunState.SEEDING:
                     self.world.past = Past.seeded(self.world.fragments)
                     self.world.merged.clear()
+                    self.given.clear()
                     self.world.announced.clear()
                     self.announced = self.world.announced
                 self.step(ev.SeedReceived(now_ns=0, life=learner.life))

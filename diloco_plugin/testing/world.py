@@ -73,6 +73,7 @@ class World:
         self.announced: dict[int, int] = {}
         self.merged: set[tuple[Life, Progress]] = set()
         self.taken: set[Life] = set()
+        self.given: dict[tuple[Life, int], int] = {}
         self.now_ns = 0
         self.learners: dict[str, Learner] = {}
         #: (time, who, what): every event and action of the syncer, for stories

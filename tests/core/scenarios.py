@@ -218,6 +218,7 @@ class Scenario:
         """Nothing is broken any more."""
         world = self.world
         world.run_until(lambda: not world.syncer.asleep, 2 * LEASE)
+        world.run(0.0)  # what it has heard in its sleep
         world.disk_full = world.dies_when_durable = False
         world.merge_failures = 0.0
         world.barred.clear()

@@ -340,10 +340,7 @@ class LearnerCore:
         self.fates[key] = self.fates.get(key, 0) + 1
         again = part.hear_fate(event.round, event.fate)
         if again and refused and self.closing:
-            # it will not be wanted the next time either: leave with the global value instead, as
-            # it is now: that holds what was taken from here before
-            part.steps = part.tokens = 0
-            part.needed = max(part.needed, part.announced)
+            part.give_up()
             self._closing.restore = True
 
     # ---- the link ----

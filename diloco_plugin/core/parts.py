@@ -20,6 +20,8 @@ class Part:
     announced_exact: bool = True
     incoming_exact: bool = True
     base_exact: bool = True
+    #: newest version that was ever announced, whether or not it could be had
+    heard: int = -1
     #: oldest version that holds everything this learner gave
     needed: int = -1
     #: version that is being fetched, or has arrived and waits for the next boundary
@@ -90,6 +92,7 @@ class Part:
         if self.owed is not None and self.owed == self.merged:
             self.owed = None  # its version is announced right after its fate
             self.needed = version
+        self.heard = max(self.heard, version)
         newer = version > self.announced
         if newer:
             self.announced, self.clock, self.announced_exact = version, clock, exact
@@ -108,6 +111,13 @@ class Part:
         self.close_asked = self.close_heard = False
         return True
 
+    def give_up(self) -> None:
+        """The last progress is refused, and would be the next time: leave with the global value
+        instead, as it is now; what was taken from here before is in that.
+        """
+        self.steps = self.tokens = 0
+        self.needed = max(self.needed, self.heard)
+
     def rebase(self, version: int) -> None:
         """A version was applied: progress counts from here."""
         self.base, self.base_exact = version, self.incoming_exact
@@ -117,7 +127,7 @@ class Part:
 
     def let_go(self) -> None:
         """What was between this learner and its syncer is void."""
-        self.needed = -1
+        self.needed = self.heard = -1
         self.pull = self.given = self.owed = self.merged = self.due = None
         self.close_asked = self.close_heard = False
 

@@ -1,6 +1,6 @@
 """Seeded runs of a small world in which everything that can break does, and what they reached.
 
-    python -m tests.core.scenarios SEED...      prints a digest of each run's events and actions
+python -m tests.core.scenarios SEED...      prints a digest of each run's events and actions
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Watch:
         self.events = 0
         self.digest = hashlib.blake2b(digest_size=16)
         self._asked: dict[Life, int] = {}
+        self._epochs: dict[Life, int] = {}
+        self._announced: set[tuple[int, int]] = set()
         self._committed: set[tuple[int, int]] = set()
 
     def decide(self, core: SyncerCore, event: ev.SyncerEvent) -> tuple[act.SyncerAction, ...]:
@@ -74,6 +76,10 @@ class Watch:
             case act.Admit():
                 self._asked.pop(action.life, None)
                 self.reached["kept its model" if action.keep else "admitted"] += 1
+                before = self._epochs.setdefault(action.life, core.epoch)
+                if action.keep and before != core.epoch:
+                    self.reached["kept across a restart of the syncer"] += 1
+                self._epochs[action.life] = core.epoch
             case act.RequestState():
                 self._asked[action.joiner] = self._asked.get(action.joiner, 0) + 1
                 again = self._asked[action.joiner] > 1
@@ -86,10 +92,19 @@ class Watch:
                 self._committed.add(key)
             case act.Merge() if action.closing:
                 self.reached["closing round"] += 1
-            case act.Announce() | act.Pull() | act.Fold():
+            case act.Announce():
+                self._announce(core, action)
+            case act.Pull() | act.Fold():
                 pass
             case _:
                 self.reached[type(action).__name__] += 1
+
+    def _announce(self, core: SyncerCore, action: act.Announce) -> None:
+        key = (action.fragment, action.version)
+        adopted = core.rounds.merged == 0 and action.version > 0
+        if adopted and key not in self._announced:
+            self.reached["durable, announced by the next life"] += 1
+        self._announced.add(key)
 
 
 class Scenario:

@@ -401,3 +401,39 @@ def test_the_end_of_the_run_is_told_to_the_user_once(learner: Make) -> None:
     assert "last step (9): stop training" in bench.one(act.Note).text
     bench.do(ev.RunCompleted, reason="the run has reached its last step (9)")
     assert not bench.of(act.Note)
+
+
+def test_refused_progress_is_replaced_by_the_newest_version_that_was_heard_of(
+    learner: Make,
+) -> None:
+    bench = learner(fragments=1, codec="bf16")
+    bench.join()
+    bench.train()
+    bench.announce(0, 2)
+    bench.do(ev.FetchFailed, fragment=0, version=2)
+    bench.do(ev.FinishAsked)
+    bench.pull(5, 0, closing=True)
+    bench.do(ev.FinishAsked)
+    bench.do(ev.PushSent, fragment=0)
+    bench.fate(5, 0, "rejected", "consumed base")
+    bench.do(ev.FinishAsked)
+    assert not bench.of(act.Leave), "version 2 holds what it gave before"
+    bench.do(ev.Announced, fragment=0, version=3, clock=9, exact=True)
+    bench.do(ev.Arrived, fragment=0, version=3)
+    bench.do(ev.FinishAsked)
+    assert bench.of(act.Leave)
+
+
+def test_in_lockstep_what_is_asked_for_now_goes_before_what_comes_due_later(learner: Make) -> None:
+    """A learner that was alone for a while has a clock ahead of the syncer's."""
+    bench = learner(fragments=3, sync_every=4, overlap=1, lockstep=True, learners=2)
+    bench.join()
+    bench.train(2)
+    assert [part.due for part in bench.core.parts] == [None, 1, 2]
+    bench.pull(0, 0)
+    bench.do(ev.Paused)
+    assert bench.of(act.Unstage) == [act.Unstage(fragment=2)]
+    assert [(offer.round, offer.fragment) for offer in bench.of(act.Offer)] == [(0, 0)]
+    bench.do(ev.PushSent, fragment=0)
+    bench.do(ev.Paused)
+    assert bench.of(act.Snapshot) == [act.Snapshot(fragment=2)], "its turn comes"

@@ -264,6 +264,16 @@ def test_a_learner_leaves_though_others_merge_faster_than_it_can_fetch() -> None
     world.run_until(lambda: first.left, 60)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_a_learner_that_finishes_before_it_took_the_model_takes_it_and_leaves(codec: str) -> None:
+    world = World(_parameters(codec=codec), seeded=True)
+    learner = world.learner("a", step_ms=50)
+    learner.finish()
+    world.run_until(lambda: not world.learners, 10)
+    assert learner.left
+    assert all(part.base == 0 for part in learner.core.parts)
+
+
 @pytest.mark.parametrize("steps", [5, 9, 14, 23])
 def test_the_last_progress_is_merged_and_not_overwritten_by_others(steps: int) -> None:
     world = World(_parameters())

@@ -12,7 +12,7 @@ from diloco_plugin.core.events import Life
 from diloco_plugin.core.handover import Wish
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
-from diloco_plugin.core.parameters import SECOND_NS
+from diloco_plugin.testing.standstill import Standstill
 from diloco_plugin.testing.wire import MS, Progress, Wire
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Learner:
         self._rebasing: dict[int, int] = {}
         self._state_fetched = self._state_here = 0
         self._deadline_ns = -1
-        self._thaws_ns = 0
+        #: of the whole process (suspended, swapped out)
+        self.standstill = Standstill(world)
         #: the connection before this one, while something of it may still arrive
         self._before: Wire | None = None
 
@@ -76,7 +77,7 @@ class Learner:
 
     def turn(self) -> None:
         """One turn of the training loop."""
-        if not self.alive or self.frozen(self.turn):
+        if not self.alive or self.standstill.holds(self.turn):
             return
         now, delay = self.world.now_ns, self.world.poll_ns
         if self.core.complete is not None or self.core.steps == self.max_steps:
@@ -101,7 +102,7 @@ class Learner:
         self.world.at(delay, self.turn)
 
     def _steps(self) -> None:
-        if not self.alive or self.frozen(self._steps):
+        if not self.alive or self.standstill.holds(self._steps):
             return
         if self.paused:
             self.world.at(self.world.poll_ns, self._steps)
@@ -171,17 +172,6 @@ class Learner:
             self._before = wire
         return wire is not None
 
-    def freeze(self, seconds: float) -> None:
-        """The whole process stands still (suspended, swapped out); what comes in waits."""
-        self._thaws_ns = max(self._thaws_ns, self.world.now_ns + int(seconds * SECOND_NS))
-
-    def frozen(self, later: Callable[[], None]) -> bool:
-        """Does the process stand still? Then `later` is done when it goes on."""
-        rest = self._thaws_ns - self.world.now_ns
-        if rest > 0:
-            self.world.at(rest, later)
-        return rest > 0
-
     def die(self) -> None:
         """The process ends."""
         self.alive = False
@@ -201,7 +191,7 @@ class Learner:
 
     def hear(self, wire: Wire, event: ev.LearnerEvent) -> None:
         """A message of the syncer arrives."""
-        if not self.alive or wire.silent or self.frozen(lambda: self.hear(wire, event)):
+        if not self.alive or wire.silent or self.standstill.holds(lambda: self.hear(wire, event)):
             return
         if wire is self.wire:
             self._before = None
@@ -234,7 +224,7 @@ class Learner:
         self._deadline_ns = deadline
 
         def tick() -> None:
-            if self._deadline_ns == deadline and self.alive and not self.frozen(tick):
+            if self._deadline_ns == deadline and self.alive and not self.standstill.holds(tick):
                 self._deadline_ns = -1
                 self.step(ev.Ticked(now_ns=0))
 

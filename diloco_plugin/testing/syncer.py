@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -10,9 +9,9 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.events import Life
 from diloco_plugin.core.flight import Phase
-from diloco_plugin.core.parameters import SECOND_NS
 from diloco_plugin.core.past import Past
 from diloco_plugin.core.syncer import RunState, SyncerCore
+from diloco_plugin.testing.standstill import Standstill
 from diloco_plugin.testing.wire import Progress, Wire
 
 if TYPE_CHECKING:
@@ -48,10 +47,11 @@ class Syncer:
             self.announced = world.announced
         #: inner optimizer states on their way
         self.tickets: set[int] = set()
+        #: of its control thread
+        self.standstill = Standstill(world)
         self._holding: dict[tuple[Life, int], Progress] = {}
         self._deadline_ns = -1
         self._ticks = (0, 0)
-        self._wakes_ns = self._slept_ns = 0
         self._plan_tick()
 
     @property
@@ -64,7 +64,7 @@ class Syncer:
         assert isinstance(event, ev.FromLife)
         if not self.alive or wire.silent or not (wire.open or wire.drains):
             return
-        if self._sleeps(lambda: self.hear(learner, wire, epoch, event)):
+        if self.standstill.holds(lambda: self.hear(learner, wire, epoch, event)):
             return
         if isinstance(event, ev.Knocked):
             # one that drains out of an older connection takes the route away from the newer one
@@ -101,7 +101,7 @@ class Syncer:
 
     def step(self, event: ev.SyncerEvent) -> None:
         """Let the core decide, check it, carry it out."""
-        if not self.alive or self._sleeps(lambda: self.step(event)):
+        if not self.alive or self.standstill.holds(lambda: self.step(event)):
             return
         event = replace(event, now_ns=self.world.now_ns)
         if not isinstance(event, ev.Ticked):
@@ -117,7 +117,7 @@ class Syncer:
         for flight in self.core.rounds.flights.values():
             age = self.world.now_ns - flight.opened_ns
             # what is merged may wait for room on the disk, however long
-            patience = 4 * self.core.parameters.lease_ns + self._slept_ns
+            patience = 4 * self.core.parameters.lease_ns + self.standstill.total_ns
             in_time = age < patience or flight.phase is Phase.COMMITTING
             assert in_time or self.core.parameters.lockstep, "a round never ends"
         self._watch_quorum(actions)
@@ -125,22 +125,6 @@ class Syncer:
             self.world.log.append((self.world.now_ns, "syncer", action))
             self.carry_out(action)
         self._plan_tick()
-
-    def sleep(self, seconds: float) -> None:
-        """Its control thread stands still; what comes in waits."""
-        self._wakes_ns = max(self._wakes_ns, self.world.now_ns + int(seconds * SECOND_NS))
-        self._slept_ns += int(seconds * SECOND_NS)
-
-    @property
-    def asleep(self) -> bool:
-        """Does its control thread stand still?"""
-        return self._wakes_ns > self.world.now_ns
-
-    def _sleeps(self, later: Callable[[], None]) -> bool:
-        rest = self._wakes_ns - self.world.now_ns
-        if rest > 0:
-            self.world.at(rest, later)
-        return rest > 0
 
     def _watch_quorum(self, actions: tuple[act.SyncerAction, ...]) -> None:
         for merge in actions:
@@ -167,7 +151,7 @@ class Syncer:
         self._deadline_ns = deadline
 
         def tick() -> None:
-            if self._deadline_ns != deadline or not self.alive or self._sleeps(tick):
+            if self._deadline_ns != deadline or not self.alive or self.standstill.holds(tick):
                 return
             moment, count = self._ticks
             self._ticks = (self.world.now_ns, count + 1 if moment == self.world.now_ns else 1)

@@ -117,7 +117,7 @@ class Scenario:
         self.reached = self.watch.reached
         self.faults: Counter[str] = Counter()
         self.lockstep = self.draw.random() < 0.2
-        self.names = ("a", "b") if self.lockstep else ("a", "b", "c")
+        self.names = ("a", "b", "a", "b", "c") if self.lockstep else ("a", "b", "c")
         self.world = self._world()
         self.everybody: list[Learner] = []
 
@@ -195,7 +195,7 @@ class Scenario:
             "blip": lambda: (learner.cut(silent=False), learner.mend()),
             "connect anew": learner.connect,
             "pause": lambda: setattr(learner, "paused", not learner.paused),
-            "freeze": lambda: learner.freeze(self.draw.choice((0.2, 2.0, 6.0))),
+            "freeze": lambda: learner.standstill.begin(self.draw.choice((0.2, 2.0, 6.0))),
             "finish": learner.finish,
             "nan": lambda: setattr(learner, "finite", not learner.finite),
             "explode": lambda: setattr(learner, "norm", 1e6 if learner.norm == 1.0 else 1.0),
@@ -213,7 +213,9 @@ class Scenario:
             "die when durable": lambda: setattr(world, "dies_when_durable", True),
             "disk full": lambda: setattr(world, "disk_full", True),
             "room again": lambda: setattr(world, "disk_full", False),
-            "syncer sleeps": lambda: world.syncer.sleep(self.draw.choice((0.2, 2.5, 5.0))),
+            "syncer sleeps": lambda: world.syncer.standstill.begin(
+                self.draw.choice((0.2, 2.5, 5.0))
+            ),
             "admit again": world.barred.clear,
         }
         if not world.durable:
@@ -232,7 +234,7 @@ class Scenario:
     def heal(self) -> None:
         """Nothing is broken any more."""
         world = self.world
-        world.run_until(lambda: not world.syncer.asleep, 2 * LEASE)
+        world.run_until(lambda: not world.syncer.standstill.now, 2 * LEASE)
         world.run(0.0)  # what it has heard in its sleep
         world.disk_full = world.dies_when_durable = False
         world.merge_failures = 0.0
@@ -251,7 +253,7 @@ class Scenario:
         if core.state in (RunState.ENDING, RunState.STOPPING, RunState.STOPPED):
             self.reached["the run has ended"] += 1
             return
-        for name in self.names if self.lockstep else self.names[:1]:
+        for name in self.names[: 2 if self.lockstep else 1]:
             world.learner(name, step_ms=50.0, label=f"{name} anew")
         merged = core.rounds.merged
         over = (RunState.ENDING, RunState.STOPPING, RunState.STOPPED)
@@ -270,8 +272,9 @@ class Scenario:
             learner.finish()
         world.run_until(lambda: not world.learners, 40.0)
         names = [learner.life.name for learner in staying]
-        for learner in patient:  # rivals for a name get in one after the other, if at all
-            rivals = names.count(learner.life.name) > 1
+        crowded = self.lockstep and len(set(names)) > world.parameters.learners
+        for learner in patient:  # rivals for a name or place get in one after the other, if at all
+            rivals = crowded or names.count(learner.life.name) > 1
             assert learner.left or learner.core.complete or rivals, "no way out"
             self.reached["left" if learner.left else "gave up"] += 1
         core = world.syncer.core

@@ -38,7 +38,7 @@ REACHED = {
     "refused: ended", "refused: full",
     "gone: silent", "gone: it has finished", "gone: its connection is gone",
     "gone: not admitted any more", "gone: a newer life of the same name replaced it",
-    "RequestSeed", "Probe", "Caution", "Discard", "Drop", "CompleteRun", "AskHello",
+    "RequestSeed", "Probe", "Caution", "Discard", "Drop", "CompleteRun",
     "commit", "commit retried", "heard CommitFailed", "a merge that is not finite",
     "closing round", "heard TransferFailed", "heard Vanished", "heard StateFailed",
     "handover begun", "handover restarted", "handover refused", "a donor has no state",

@@ -85,7 +85,7 @@ class Chaos(RuleBasedStateMachine):
             case "replace":
                 self.world.crash(name)
                 self.world.learner(name, step_ms=50)
-            case "rival":
+            case "rival" if f"{name}'" not in self.world.learners:
                 self.world.learner(learner.life.name, step_ms=50, label=f"{name}'")
             case "cut" | "silent":
                 self.world.cut(name, silent=what == "silent")

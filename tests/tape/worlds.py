@@ -58,7 +58,7 @@ def happen(world: World, draw: random.Random, names: tuple[str, ...]) -> None:
             learner.norm = 1e6 if learner.norm == 1.0 else 1.0
         case "corrupt":
             learner.corrupt = 2
-        case "rival":
+        case "rival" if f"{name}'" not in world.learners:
             world.learner(learner.life.name, step_ms=50, label=f"{name}'")
         case "restart":
             world.restart_syncer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -67,6 +68,8 @@ class Member:
     data_seed: int | None = None
     #: asked for closing rounds; its clock stands still
     closing: bool = False
+    #: by fragment, closing rounds that were opened for it
+    closings: Counter[int] = field(default_factory=Counter)
     rounds_asked: int = 0
     rounds_joined: int = 0
 

@@ -6,6 +6,7 @@ It knows fragments, versions and who answered; it knows nothing about tensors.
 from __future__ import annotations
 
 from collections import Counter, deque
+from typing import Final
 
 from . import actions as act
 from . import policy
@@ -16,6 +17,9 @@ from .members import Member, Members, Stage
 from .norms import Norms
 from .parameters import Parameters
 from .past import Past
+
+#: Closing rounds of a fragment that one life gets. One is enough, if nothing goes wrong.
+CLOSINGS_MAX: Final = 4
 
 
 class Rounds:
@@ -74,13 +78,13 @@ class Rounds:
             if fragment not in self.queue:
                 self.queue.append(fragment)
 
-    def ask_closing(self, life: Life, fragments: tuple[int, ...]) -> None:
+    def ask_closing(self, member: Member, fragments: tuple[int, ...]) -> None:
         """A finished learner has progress in these fragments."""
-        if life.name in self._vain:
+        if member.life.name in self._vain:
             return
         for fragment in fragments:
-            if 0 <= fragment < len(self.versions):
-                self.closing_queue.setdefault(fragment, set()).add(life)
+            if 0 <= fragment < len(self.versions) and member.closings[fragment] < CLOSINGS_MAX:
+                self.closing_queue.setdefault(fragment, set()).add(member.life)
 
     def launch(self, now_ns: int, clock: int) -> None:
         """Open as many due rounds as may be in flight, one per fragment."""
@@ -92,6 +96,8 @@ class Rounds:
         asking = [f for f, requesters in self.closing_queue.items() if requesters & lives]
         for fragment in self._admissible(asking, busy, closing=True):
             requesters = self.closing_queue.pop(fragment)
+            for member in live:
+                member.closings[fragment] += member.life in requesters
             self._open(now_ns, clock, fragment, live, requesters)
         for fragment in self._admissible(list(self.queue), busy, closing=False):
             self.queue.remove(fragment)

@@ -357,6 +357,7 @@ class SyncerCore:
         for member in self.members:
             member.lease_until_ns = max(member.lease_until_ns, now + half)
             member.moved_ns = max(member.moved_ns, now - half)
+        self.rounds.postpone(now - half)
         self._claims.postpone(now + policy.PROBE_NS // 2)
         self._end_deadline_ns += gap
 

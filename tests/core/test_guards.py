@@ -57,6 +57,26 @@ def test_a_closing_round_waits_once_for_who_asks_and_does_not_answer(syncer: Mak
     assert not bench.one(act.Pull).closing
 
 
+def test_who_steps_and_never_answers_holds_up_one_round_for_a_lease(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, quorum=2, lease=LEASE_MS / 1000)
+    bench.join("honest", "mute")
+    bench.clock("mute", 4)
+    bench.clock("honest", 4)
+    pull = bench.one(act.Pull)
+    bench.push("honest", pull)
+    waited = 0
+    while not bench.of(act.Merge):
+        waited += 1
+        bench.clock("honest", 4 + waited)
+        bench.do(ev.Progressed, 500, life=bench.life("mute"), clock=4 + waited, step_ns=1, tokens=1)
+        assert waited < 100
+    assert waited <= 2 * LEASE_MS // 1000 + 2
+    bench.commit(pull)
+    following = bench.one(act.Pull)
+    bench.push("honest", following, base=1)
+    assert bench.of(act.Merge), "nobody waits for it again"
+
+
 def test_closing_rounds_do_not_take_the_place_of_all_others(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0)
     bench.join("honest", "storm")

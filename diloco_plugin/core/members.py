@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -67,13 +68,20 @@ class Member:
     data_seed: int | None = None
     #: asked for closing rounds; its clock stands still
     closing: bool = False
+    #: the last round that waited for its answer waited in vain
+    mute: bool = False
+    #: by fragment, closing rounds that were opened for it
+    closings: Counter[int] = field(default_factory=Counter)
     rounds_asked: int = 0
     rounds_joined: int = 0
 
     def quiet(self, now_ns: int, lease_ns: int) -> bool:
         """Connected, but not training (validation, a debugger, a stuck data loader)."""
-        patience = max(lease_ns, QUIET_STEPS * self.step_ns)
-        return not self.closing and now_ns - self.moved_ns > patience
+        return not self.closing and now_ns - self.moved_ns > self.patience_ns(lease_ns)
+
+    def patience_ns(self, lease_ns: int) -> int:
+        """How long it may take over a step, or over the answer that it gives between two."""
+        return max(lease_ns, QUIET_STEPS * self.step_ns)
 
 
 class Members:

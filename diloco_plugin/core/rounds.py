@@ -6,6 +6,7 @@ It knows fragments, versions and who answered; it knows nothing about tensors.
 from __future__ import annotations
 
 from collections import Counter, deque
+from typing import Final
 
 from . import actions as act
 from . import policy
@@ -16,6 +17,9 @@ from .members import Member, Members, Stage
 from .norms import Norms
 from .parameters import Parameters
 from .past import Past
+
+#: Closing rounds of a fragment that one life gets. One is enough, if nothing goes wrong.
+CLOSINGS_MAX: Final = 4
 
 
 class Rounds:
@@ -74,13 +78,13 @@ class Rounds:
             if fragment not in self.queue:
                 self.queue.append(fragment)
 
-    def ask_closing(self, life: Life, fragments: tuple[int, ...]) -> None:
+    def ask_closing(self, member: Member, fragments: tuple[int, ...]) -> None:
         """A finished learner has progress in these fragments."""
-        if life.name in self._vain:
+        if member.life.name in self._vain:
             return
         for fragment in fragments:
-            if 0 <= fragment < len(self.versions):
-                self.closing_queue.setdefault(fragment, set()).add(life)
+            if 0 <= fragment < len(self.versions) and member.closings[fragment] < CLOSINGS_MAX:
+                self.closing_queue.setdefault(fragment, set()).add(member.life)
 
     def launch(self, now_ns: int, clock: int) -> None:
         """Open as many due rounds as may be in flight, one per fragment."""
@@ -92,6 +96,8 @@ class Rounds:
         asking = [f for f, requesters in self.closing_queue.items() if requesters & lives]
         for fragment in self._admissible(asking, busy, closing=True):
             requesters = self.closing_queue.pop(fragment)
+            for member in live:
+                member.closings[fragment] += member.life in requesters
             self._open(now_ns, clock, fragment, live, requesters)
         for fragment in self._admissible(list(self.queue), busy, closing=False):
             self.queue.remove(fragment)
@@ -138,12 +144,12 @@ class Rounds:
         """An answer to a pull; remote nonsense becomes a fate. True: its bytes may come."""
         flight = self.flights.get(event.round)
         if event.nothing:
-            self._nothing_comes(flight, member.life)
+            self._nothing_comes(flight, member)
             return False
         self.offered += 1
         fate, reason = self._judge(event, member, flight)
         if fate is not None:
-            self._nothing_comes(flight, member.life)
+            self._nothing_comes(flight, member)
             self._tell(member.life, event.round, event.fragment, fate, reason)
             return False
         assert flight is not None
@@ -152,9 +158,10 @@ class Rounds:
         self._emit(act.Receive(life=member.life, round=event.round, fragment=event.fragment))
         return True
 
-    def _nothing_comes(self, flight: Round | None, life: Life) -> None:
-        if flight and flight.asked.get(life) is Ask.WAITING:
-            flight.asked[life] = Ask.NOTHING
+    def _nothing_comes(self, flight: Round | None, member: Member) -> None:
+        if flight and flight.asked.get(member.life) is Ask.WAITING:
+            flight.asked[member.life] = Ask.NOTHING
+            member.mute = False
 
     def _judge(
         self, event: Offered, member: Member, flight: Round | None
@@ -175,6 +182,7 @@ class Rounds:
         if state not in (Ask.WAITING, Ask.GONE):
             return Fate.REJECTED, "not asked"
         ledger.answered[event.fragment] = event.round
+        member.mute = False
         if flight is None or not flight.open or state is Ask.GONE:
             return Fate.LATE, "the round is over"
         verdict = policy.judge_offer(
@@ -294,21 +302,26 @@ class Rounds:
         return policy.grace_ns(self.parameters, step, self.quorum_ns, self.sync_ns)
 
     def _waits_for(self, flight: Round, life: Life, now_ns: int) -> bool:
-        if flight.asked[life] not in (Ask.WAITING, Ask.SENDING):
+        state, member = flight.asked[life], self._members.get(life)
+        if member is None or state not in (Ask.WAITING, Ask.SENDING):
             return False
-        member = self._members.get(life)
-        if member is None:
+        if state is Ask.WAITING and member.mute and not self.parameters.lockstep:
             return False
         if member.closing:  # it does nothing but answer: one that does not is stuck
             since = max(flight.opened_ns, member.moved_ns)
             return now_ns - since <= self.parameters.lease_ns
-        return self._awake(member, now_ns)
+        return self._awake(member, now_ns) and not self._overdue(flight, state, member, now_ns)
+
+    def _overdue(self, flight: Round, state: Ask, member: Member, now_ns: int) -> bool:
+        """Should it have answered by now? That of bytes on their way is for others to say."""
+        late = now_ns - flight.opened_ns > member.patience_ns(self.parameters.lease_ns)
+        return late and state is Ask.WAITING and not self.parameters.lockstep
 
     def _awake(self, member: Member, now_ns: int) -> bool:
         return self.parameters.lockstep or not member.quiet(now_ns, self.parameters.lease_ns)
 
     def _close(self, flight: Round, now_ns: int, reason: str) -> None:
-        self._mind_requesters(flight)
+        self._mind_the_mute(flight, now_ns)
         self._withdraw_unfinished(flight, Fate.LATE, "the round closed while it was on its way")
         flight.closed_ns = now_ns
         self._mind_norms(flight, now_ns)
@@ -328,12 +341,16 @@ class Rounds:
             )
         )
 
-    def _mind_requesters(self, flight: Round) -> None:
-        """Whoever asks for closing rounds and does not answer holds up their fragments."""
+    def _mind_the_mute(self, flight: Round, now_ns: int) -> None:
+        """Whoever does not answer holds up a round once, and its fragment if it asked for that."""
+        for life, state in flight.asked.items():
+            member = self._members.get(life)
+            if member and state is Ask.WAITING and not self._waits_for(flight, life, now_ns):
+                member.mute = True
         for life in flight.requesters:
             if flight.asked[life] is Ask.IN:
                 self._vain.discard(life.name)
-            elif flight.asked[life] in (Ask.WAITING, Ask.SENDING):
+            elif flight.asked[life] is Ask.WAITING:
                 self._disregard(life)
 
     def _disregard(self, life: Life) -> None:
@@ -473,6 +490,11 @@ class Rounds:
         self._emit(
             act.TellFate(life=life, round=number, fragment=fragment, fate=fate, reason=reason)
         )
+
+    def postpone(self, opened_ns: int) -> None:
+        """Answers may have come while nobody read them: no open round counts as older than this."""
+        for flight in self.flights.values():
+            flight.opened_ns = max(flight.opened_ns, opened_ns)
 
     def deadlines(self) -> list[int]:
         """When open grace windows end, and commits are tried again."""

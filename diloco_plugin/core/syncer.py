@@ -165,7 +165,7 @@ class SyncerCore:
             case ev.CloseAsked():
                 member.moved_ns = member.moved_ns if member.closing else now
                 member.closing = True
-                self.rounds.ask_closing(member.life, event.fragments)
+                self.rounds.ask_closing(member, event.fragments)
             case ev.Barred() | ev.Left() | ev.Vanished():
                 self._turn_out(member, _why_gone(event), tell=isinstance(event, ev.Barred))
             case ev.Heard():
@@ -357,6 +357,7 @@ class SyncerCore:
         for member in self.members:
             member.lease_until_ns = max(member.lease_until_ns, now + half)
             member.moved_ns = max(member.moved_ns, now - half)
+        self.rounds.postpone(now - half)
         self._claims.postpone(now + policy.PROBE_NS // 2)
         self._end_deadline_ns += gap
 

@@ -24,6 +24,8 @@ log = logging.getLogger("diloco.syncer")
 
 #: How long a whole model may take to be on disk.
 KEEPER_CLOSE_SECONDS: Final = 300.0
+#: More tensors than twice those of the run, and so many, are not looked at one by one.
+FEW: Final = 1000
 
 
 class Intake:
@@ -64,6 +66,12 @@ class Intake:
 
         While nobody has brought a model (`nobody`), whoever knocks next may have another one.
         """
+        if self._merging.model is not None and not nobody and self._far_off(hello):
+            return (
+                f"this model is not the one that run {self._config.run!r} trains: the run has"
+                f" {len(self._specs):,} tensors, this learner describes {len(hello.tensors):,}."
+                " Use the same model, or another syncer"
+            )
         specs = taking_part(
             (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors),
             self._config.parameters.buffers,
@@ -86,6 +94,10 @@ class Intake:
         self._merging.model, self._specs, self._init = model, specs, None
         self._bulk.use_model(model)
         return ""
+
+    def _far_off(self, hello: msg.Hello) -> bool:
+        """So many more tensors that a comparison would only cost time: it may be a flood."""
+        return len(hello.tensors) > 2 * len(self._specs) + FEW
 
     def _build(self, specs: tuple[TensorSpec, ...], hello: msg.Hello) -> GlobalModel:
         wanted = self._config.parameters.fragments

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import psutil
@@ -57,36 +56,19 @@ class Pair(nn.Module):
 
 
 class Stage:
-    """A run under attack. `folder`: for keys; None: plaintext."""
+    """A run under attack."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, address: str, pid: int, ring: Keyring | None = None) -> None:
+        """`pid`: of the daemon; `ring`: keys of all, in one place; None: plaintext."""
+        self.address = address
+        self.ring = ring
+        self.process = psutil.Process(pid)
         self.specs = census(Pair()).specs
-        self.ring = Keyring(folder) if folder is not None else None
-        self._identities = iter(range(IDENTITIES))
-        if self.ring is not None:
-            for name in [*HONEST, "late", *map(self._name, range(IDENTITIES))]:
-                self.ring.learner(name)
-        keys = [f"--keys={self.ring.syncer}"] if self.ring is not None else []
-        self._open = contextlib.ExitStack()
-        self.daemon = self._open.enter_context(Daemon(*FLAGS, *keys))
-        self.address = self.daemon.address
-        self.process = psutil.Process(self.daemon.pid)
-        self.honest = [self._open.enter_context(self.trainee(name)) for name in HONEST]
-        self.go_on(8)
-        self.ports = [Address.parse(self.address).port, int(self.status()["bulk_port"])]
+        self.honest: list[Trainee] = []
         #: pushes of attackers that break no rule and were merged
         self.legal = 0
-
-    def __enter__(self) -> Stage:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+        self._identities = iter(range(IDENTITIES))
+        self.ports = [Address.parse(address).port, int(self.status()["bulk_port"])]
 
     @property
     def curve(self) -> bool:
@@ -143,13 +125,9 @@ class Stage:
 
     # ---- attackers ----
 
-    @staticmethod
-    def _name(number: int) -> str:
-        return f"m{number:03d}"
-
     def identity(self) -> tuple[str, LineKeys | None]:
         """A name that nobody has had, and its admitted key."""
-        name = self._name(next(self._identities))
+        name = name_of(next(self._identities))
         return name, self.ring.line(name) if self.ring is not None else None
 
     def client(self, **options: Any) -> Forged:
@@ -188,6 +166,30 @@ class Stage:
         finally:
             for connection in connections:
                 connection.close()
+
+
+def name_of(number: int) -> str:
+    """What an attacker is called."""
+    return f"m{number:03d}"
+
+
+@contextlib.contextmanager
+def staged(folder: Path | None) -> Iterator[Stage]:
+    """A daemon in a process of its own, and two honest learners. `folder`: for keys, if any."""
+    ring = Keyring(folder) if folder is not None else None
+    keys = []
+    if ring is not None:
+        for name in [*HONEST, "late", *map(name_of, range(IDENTITIES))]:
+            ring.learner(name)
+        keys = [f"--keys={ring.syncer}"]
+    with Daemon(*FLAGS, *keys) as daemon, contextlib.ExitStack() as learners:
+        stage = Stage(daemon.address, daemon.pid, ring)
+        stage.honest = [learners.enter_context(stage.trainee(name)) for name in HONEST]
+        stage.go_on(8)  # what is usual is known
+        yield stage
+        learners.close()
+        assert daemon.code is None, "the daemon has ended"
+        assert "Traceback" not in daemon.err
 
 
 @contextlib.contextmanager

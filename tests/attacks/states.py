@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import checksum
 from diloco_plugin.wire.framing import encode
-from diloco_plugin.wire.manifest import CHUNK_BYTES, MANIFEST_BYTES_MAX
+from diloco_plugin.wire.manifest import CHUNK_BYTES, MANIFEST_BYTES_MAX, Manifest, tail_of
 from tests.attacks.stage import ELEMENTS, SOAK, Stage
 from tests.end_to_end.forged import Forged
 from tests.waiting import until
@@ -17,11 +17,18 @@ EVER = 2**53
 
 
 @contextlib.contextmanager
-def handover(stage: Stage, size: int) -> Iterator[tuple[Forged, Forged, int]]:
-    """A donor, a joiner and their ticket: the donor is chosen for its clock."""
-    with stage.member() as donor, stage.client() as joiner:
+def ahead(stage: Stage) -> Iterator[Forged]:
+    """A member that is chosen as a donor, for its clock."""
+    with stage.member() as donor:
         donor.progress(stage.status()["clock"] + 1_000_000)
         until(lambda: clock_of(stage, donor) > stage.status()["clock"] + 1000)
+        yield donor
+
+
+@contextlib.contextmanager
+def handover(stage: Stage, size: int) -> Iterator[tuple[Forged, Forged, int]]:
+    """A donor, a joiner and their ticket."""
+    with ahead(stage) as donor, stage.client() as joiner:
         joiner.join(wants_state=True)
         joiner.take()
         ticket = donor.hear(msg.StateRequest).ticket
@@ -72,8 +79,26 @@ def an_inner_state_of_endless_chunks(stage: Stage) -> Iterator[None]:
         yield
 
 
+def inner_states_that_lie_to_an_honest_joiner(stage: Stage) -> Iterator[None]:
+    """Noise, and a manifest that describes nothing of its model: it trains anyway."""
+    other = tail_of(Manifest(optimizers=(), rates=(), positions=()))
+    for stream in (bytes(range(256)) * 16, other):
+        with ahead(stage) as donor:
+            late = stage.trainee("late")
+            ticket = donor.hear(msg.StateRequest).ticket
+            size = len(stream)
+            donor.say(msg.StateAnswer(epoch=donor.epoch, ticket=ticket, clock=EVER, size=size))
+            donor.wanted("state", 0, ticket, 0)
+            donor.say_bulk(*state_chunk(ticket, 0, stream))
+            late.wait(lambda t=late: t.steps > 3)
+        late.finish()
+        stage.legal += int(late.merged)
+    yield
+
+
 ATTACKS = [
     an_inner_state_of_more_bytes_than_it_can_have,
     an_inner_state_wanted_with_another_ticket_or_beyond_its_end_or_credit,
     an_inner_state_of_endless_chunks,
+    inner_states_that_lie_to_an_honest_joiner,
 ]

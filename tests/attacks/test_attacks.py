@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.attacks import members, states, strangers, transfers
-from tests.attacks.stage import BUDGET, BUDGET_ALL, MIB, SOAK, Stage
+from tests.attacks.stage import BUDGET, BUDGET_ALL, MIB, SOAK, Stage, staged
 from tests.waiting import until
 
 Attack = Callable[[Stage], Iterator[None]]
@@ -23,13 +23,13 @@ WITH_KEYS: dict[str, Attack] = {
 
 @pytest.fixture(scope="module")
 def plaintext() -> Iterator[Stage]:
-    with Stage(None) as stage:
+    with staged(None) as stage:
         yield from _over_all(stage)
 
 
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with Stage(tmp_path_factory.mktemp("keys")) as stage:
+    with staged(tmp_path_factory.mktemp("keys")) as stage:
         yield from _over_all(stage)
 
 
@@ -37,9 +37,8 @@ def _over_all(stage: Stage) -> Iterator[Stage]:
     before = stage.rss()
     yield stage
     after = stage.rss()
-    print(f"\nRSS {before / MIB:.0f} -> {after / MIB:.0f} MiB")
+    print(f"\nRSS of the daemon: {before / MIB:.0f} -> {after / MIB:.0f} MiB")
     assert after - before <= BUDGET_ALL, "memory piles up"
-    assert "Traceback" not in stage.daemon.err
 
 
 def withstand(stage: Stage, attack: Attack) -> None:
@@ -52,7 +51,6 @@ def withstand(stage: Stage, attack: Attack) -> None:
     until(lambda: stage.rss() - rss <= BUDGET, 5, f"{stage.rss() - rss:,} bytes are left behind")
     now = stage.honest_rounds()
     assert all(now[name] > joined[name] for name in joined), "an honest learner was dismissed"
-    assert stage.daemon.code is None
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)

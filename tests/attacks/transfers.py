@@ -114,7 +114,7 @@ def huge_norms_in_rounds_to_which_nobody_else_has_anything_to_give(stage: Stage)
             assert fate.fate != "merged", "a huge norm is the usual one now"
 
         with again_and_again(storm):
-            stage.go_on(8)
+            stage.go_on(4)
             yield
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.policy import NORM_HISTORY_MIN, NORM_ROUNDS_REFUSED_MAX
+from diloco_plugin.core.rounds import CLOSINGS_MAX
 
 from .conftest import SyncerBench
 
@@ -24,12 +25,13 @@ def test_one_of_two_cannot_teach_a_norm_in_rounds_to_which_the_other_gives_nothi
 ) -> None:
     bench = syncer(fragments=1, overlap=0, norm_guard=10.0)
     bench.join("honest", "liar")
-    for _ in range(NORM_HISTORY_MIN):
-        (pull,) = _closing(bench, "liar")
+    for round_ in range(NORM_HISTORY_MIN):
+        bench.clock("honest", 4 * round_ + 4)
+        pull = bench.one(act.Pull)
         bench.push("honest", pull)
         bench.push("liar", pull)
         bench.commit(pull)
-    for _ in range(NORM_ROUNDS_REFUSED_MAX + 2):
+    for _ in range(min(CLOSINGS_MAX, NORM_ROUNDS_REFUSED_MAX + 1)):
         (pull,) = _closing(bench, "liar")
         bench.nothing("honest", pull)
         bench.push("liar", pull, norm=99.0)
@@ -52,6 +54,38 @@ def test_a_closing_round_waits_once_for_who_asks_and_does_not_answer(syncer: Mak
     bench.commit(pull)
     assert not _closing(bench, "idle")
     bench.clock("honest", 1000)
+    assert not bench.one(act.Pull).closing
+
+
+def test_who_steps_and_never_answers_holds_up_one_round_for_a_lease(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, quorum=2, lease=LEASE_MS / 1000)
+    bench.join("honest", "mute")
+    bench.clock("mute", 4)
+    bench.clock("honest", 4)
+    pull = bench.one(act.Pull)
+    bench.push("honest", pull)
+    waited = 0
+    while not bench.of(act.Merge):
+        waited += 1
+        bench.clock("honest", 4 + waited)
+        bench.do(ev.Progressed, 500, life=bench.life("mute"), clock=4 + waited, step_ns=1, tokens=1)
+        assert waited < 100
+    assert waited <= 2 * LEASE_MS // 1000 + 2
+    bench.commit(pull)
+    following = bench.one(act.Pull)
+    bench.push("honest", following, base=1)
+    assert bench.of(act.Merge), "nobody waits for it again"
+
+
+def test_closing_rounds_do_not_take_the_place_of_all_others(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0)
+    bench.join("honest", "storm")
+    for _ in range(CLOSINGS_MAX):
+        (pull,) = _closing(bench, "storm")
+        bench.nothing("honest", pull)
+        bench.nothing("storm", pull)
+    assert not _closing(bench, "storm")
+    bench.clock("honest", 4)
     assert not bench.one(act.Pull).closing
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -19,16 +20,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_ports() -> int:
-    """A port on loopback that is free, and the one after it as well."""
+    """A port on loopback that is free, and the one after it as well.
+
+    Below those that the system gives to outgoing connections (32768 and up on Linux): such a port
+    may be taken again before it is listened on, even by a learner that tries to reach it.
+    """
     while True:
+        port = random.randrange(20_000, 32_000)
         with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
             try:
+                first.bind(("127.0.0.1", port))
                 second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
+            except OSError:
                 continue
-            return int(port)
+            return port
 
 
 def here() -> str:

@@ -12,6 +12,7 @@ from diloco_plugin.cli import main
 from diloco_plugin.store.formats import fragment_path, versions
 from diloco_plugin.store.repair import examine
 from tests.end_to_end.fleet import Trainee, small_model
+from tests.end_to_end.processes import free_ports
 from tests.repair.states import (
     RUN,
     finished_run,
@@ -108,9 +109,8 @@ def test_a_journal_that_is_damaged_in_the_middle_costs_nothing(
 ) -> None:
     """The syncer refuses, repair goes on from the fragments, and a learner rejoins by itself."""
     state = tmp_path / "state"
-    bind = "tcp://127.0.0.1:*"
-    with running_syncer(**RUN, bind=bind, config={"state": str(state)}) as syncer:
-        address = syncer.address
+    address = f"tcp://127.0.0.1:{free_ports()}"
+    with running_syncer(**RUN, bind=address, config={"state": str(state)}) as syncer:
         trainee = Trainee(small_model(), address, "a")
         trainee.wait(lambda: trainee.merged >= 6)
         live = {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}

@@ -78,7 +78,7 @@ def _load_shards(folder: Path) -> dict[str, Tensor]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = dict(weight_map)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"init: {index} is not an index of shards ({error!r}). Save the model again."
         ) from None
@@ -274,7 +274,7 @@ def _valid_config(config_json: str) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(config_json)
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         # The model matters more than its config: it is written in any case.
@@ -289,7 +289,7 @@ def _may_replace(config: Path) -> bool:
         found = json.loads(config.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and found.keys() & {"model_type", "architectures"}:
         return True

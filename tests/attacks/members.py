@@ -15,8 +15,9 @@ from diloco_plugin.core.conduct import STRIKES_MAX
 from diloco_plugin.net.sockets import Line
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import encode
-from tests.attacks.stage import SOAK, Stage, again_and_again
+from tests.attacks.stage import Stage, again_and_again
 from tests.end_to_end.forged import Forged
+from tests.soak import SOAK
 from tests.waiting import until
 
 EVER = 2**53

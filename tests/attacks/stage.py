@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from tests.keyring import Keyring
 from tests.waiting import until
 
 #: Every attack comes so many times, and floods are so many times as long.
-SOAK: Final = int(os.environ.get("DILOCO_SOAK", "1"))
 MIB: Final = 2**20
 #: What one attack may leave behind in the daemon's memory: the allocator keeps some of the largest
 #: thing that it brought, 64 MiB of frames.

@@ -9,8 +9,9 @@ from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import checksum
 from diloco_plugin.wire.framing import encode
 from diloco_plugin.wire.manifest import CHUNK_BYTES, MANIFEST_BYTES_MAX, Manifest, tail_of
-from tests.attacks.stage import ELEMENTS, SOAK, Stage
+from tests.attacks.stage import ELEMENTS, Stage
 from tests.end_to_end.forged import Forged
+from tests.soak import SOAK
 from tests.waiting import until
 
 EVER = 2**53

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from diloco_plugin.net.keys import LineKeys, new_pair
 from diloco_plugin.net.sockets import Line, new_context
 from tests.attacks import zmtp
-from tests.attacks.stage import MIB, SOAK, Stage, again_and_again
+from tests.attacks.stage import MIB, Stage, again_and_again
 from tests.end_to_end.forged import Forged
+from tests.soak import SOAK
 from tests.waiting import until
 
 #: A peer that does not finish the handshake is hung up on after 5 s.

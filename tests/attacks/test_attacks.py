@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.attacks import members, states, strangers, transfers
-from tests.attacks.stage import BUDGET, BUDGET_ALL, MIB, SOAK, Stage, staged
+from tests.attacks.stage import BUDGET, BUDGET_ALL, MIB, Stage, staged
+from tests.soak import SOAK
 from tests.waiting import until
 
 Attack = Callable[[Stage], Iterator[None]]

@@ -14,8 +14,9 @@ from diloco_plugin.core.conduct import STRIKES_MAX
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import CHUNK_ELEMENTS, checksum
 from diloco_plugin.wire.framing import decode_bulk, decode_to_learner, encode
-from tests.attacks.stage import ELEMENTS, MIB, SOAK, Stage, again_and_again
+from tests.attacks.stage import ELEMENTS, MIB, Stage, again_and_again
 from tests.end_to_end.forged import Forged
+from tests.soak import SOAK
 from tests.waiting import until
 
 EVER = 2**53

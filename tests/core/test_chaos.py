@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from diloco_plugin.core.members import Stage
 from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.core.syncer import RunState
 from diloco_plugin.testing import World
+from tests.soak import SOAK
 
 
 class Chaos(RuleBasedStateMachine):
@@ -167,7 +167,7 @@ def test_invariants_hold_whatever_happens(machine: type[Chaos]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=50 * int(os.environ.get("DILOCO_SOAK", "1")),
+            max_examples=50 * SOAK,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +22,6 @@ from diloco_plugin.store.records import read_records
 from tests.end_to_end.fleet import Trainee
 
 #: How much longer than in CI everything here runs.
-SOAK = int(os.environ.get("DILOCO_SOAK", "1"))
 
 
 class Ear:

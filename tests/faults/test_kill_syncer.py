@@ -13,8 +13,9 @@ import pytest
 from diloco_plugin.status import fetch
 from tests.end_to_end.fleet import Trainee, small_model
 from tests.end_to_end.processes import free_ports
-from tests.faults.ledger import SOAK, Ear, Ledger
+from tests.faults.ledger import Ear, Ledger
 from tests.faults.nursery import Nursery
+from tests.soak import SOAK
 
 KILLS = 6 if SOAK == 1 else 5 * SOAK
 FLAGS = ("--sync-every", "4", "--fragments", "4", "--overlap", "2", "--quorum", "2")

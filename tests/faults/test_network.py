@@ -17,8 +17,9 @@ from diloco_plugin.core import report
 from diloco_plugin.syncer import Syncer
 from tests.end_to_end.fleet import Trainee
 from tests.end_to_end.processes import free_ports
-from tests.faults.ledger import SOAK, Ear, Ledger
+from tests.faults.ledger import Ear, Ledger
 from tests.faults.proxy import HOST, Proxy
+from tests.soak import SOAK
 from tests.syncers import global_model, running_syncer
 from tests.waiting import until
 

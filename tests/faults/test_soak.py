@@ -12,8 +12,9 @@ import pytest
 from diloco_plugin.net.keys import make_learner_keys, make_syncer_keys
 from tests.end_to_end.fleet import Trainee, small_model
 from tests.end_to_end.processes import free_ports
-from tests.faults.ledger import SOAK, Ear
+from tests.faults.ledger import Ear
 from tests.faults.nursery import Nursery
+from tests.soak import SOAK
 
 MERGES = 600 * SOAK
 WARM_UP = 300

@@ -17,8 +17,9 @@ from diloco_plugin.status import fetch
 from diloco_plugin.store.formats import journal_path, numbers
 from tests.end_to_end.fleet import Trainee, small_model
 from tests.end_to_end.processes import free_ports
-from tests.faults.ledger import SOAK, Ear, Ledger
+from tests.faults.ledger import Ear, Ledger
 from tests.faults.nursery import Nursery, Syncer
+from tests.soak import SOAK
 
 FLAGS = ("--sync-every", "4", "--fragments", "4", "--overlap", "2")
 PATIENCE = 60.0

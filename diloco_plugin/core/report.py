@@ -36,7 +36,7 @@ def status(core: SyncerCore, now_ns: int) -> dict[str, Any]:
             "abandoned": rounds.abandoned,
             "in_flight": len(rounds.flights),
             "stuck": rounds.stuck,
-            "queued": len(rounds.queue) + len(rounds.closing_queue),
+            "queued": len(rounds.queue) + len(rounds.closings),
             "grace_s": rounds.grace_ns() / SECOND_NS,
             "quorum_s": rounds.quorum_ns / SECOND_NS,
             "sync_s": rounds.sync_ns / SECOND_NS,

@@ -6,20 +6,17 @@ It knows fragments, versions and who answered; it knows nothing about tensors.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Final
 
 from . import actions as act
 from . import policy
 from .actions import Fate
+from .closings import Closings
 from .events import Life, Offered, Received, TransferFailed
 from .flight import Ask, Phase, Push, Round
 from .members import Member, Members, Stage
 from .norms import Norms
 from .parameters import Parameters
 from .past import Past
-
-#: Closing rounds of a fragment that one life gets. One is enough, if nothing goes wrong.
-CLOSINGS_MAX: Final = 4
 
 
 class Rounds:
@@ -34,7 +31,7 @@ class Rounds:
         self._out = out
         self.versions: list[int] = []
         self.queue: deque[int] = deque()
-        self.closing_queue: dict[int, set[Life]] = {}
+        self.closings = Closings()
         self.flights: dict[int, Round] = {}
         self.next_round = 0
         self.offered = 0
@@ -47,8 +44,6 @@ class Rounds:
         self.sync_ns = 0
         #: why nothing can be made durable now
         self.stuck = ""
-        #: names that asked for a closing round which then waited for them in vain: once is enough
-        self._vain: set[str] = set()
         self._norms: list[Norms] = []
         #: by fragment, whether its version came out of a closing round: it travels in fp32
         self._exact: list[bool] = []
@@ -80,25 +75,18 @@ class Rounds:
 
     def ask_closing(self, member: Member, fragments: tuple[int, ...]) -> None:
         """A finished learner has progress in these fragments."""
-        if member.life.name in self._vain:
-            return
-        for fragment in fragments:
-            if 0 <= fragment < len(self.versions) and member.closings[fragment] < CLOSINGS_MAX:
-                self.closing_queue.setdefault(fragment, set()).add(member.life)
+        known = len(self.versions)
+        self.closings.ask(member, (fragment for fragment in fragments if 0 <= fragment < known))
 
     def launch(self, now_ns: int, clock: int) -> None:
         """Open as many due rounds as may be in flight, one per fragment."""
         live = self._members.in_stage(Stage.LIVE)
         if not any(self._awake(member, now_ns) for member in live):
             return
-        lives = {member.life for member in live}
         busy = {flight.fragment for flight in self.flights.values()}
-        asking = [f for f, requesters in self.closing_queue.items() if requesters & lives]
-        for fragment in self._admissible(asking, busy, closing=True):
-            requesters = self.closing_queue.pop(fragment)
-            for member in live:
-                member.closings[fragment] += member.life in requesters
-            self._open(now_ns, clock, fragment, live, requesters)
+        due = self.closings.due({member.life for member in live})
+        for fragment in self._admissible(due, busy, closing=True):
+            self._open(now_ns, clock, fragment, live, self.closings.take(fragment, live))
         for fragment in self._admissible(list(self.queue), busy, closing=False):
             self.queue.remove(fragment)
             self._open(now_ns, clock, fragment, live, set())
@@ -222,7 +210,7 @@ class Rounds:
         flight = self.flights.get(event.round)
         if flight and flight.asked.get(event.life) is Ask.SENDING:
             if event.life in flight.requesters:
-                self._disregard(event.life)
+                self.closings.disregard(event.life)
             self._refuse(flight, event.life, event.reason)
 
     def forget(self, life: Life) -> None:
@@ -234,8 +222,7 @@ class Rounds:
             if state in (Ask.WAITING, Ask.SENDING):
                 flight.asked[life] = Ask.GONE
             flight.requesters.discard(life)
-        for fragment in list(self.closing_queue):
-            self._unrequest(fragment, life)
+        self.closings.forget(life)
 
     def _refuse(self, flight: Round, life: Life, reason: str) -> None:
         flight.asked[life] = Ask.NOTHING
@@ -347,16 +334,7 @@ class Rounds:
             member = self._members.get(life)
             if member and state is Ask.WAITING and not self._waits_for(flight, life, now_ns):
                 member.mute = True
-        for life in flight.requesters:
-            if flight.asked[life] is Ask.IN:
-                self._vain.discard(life.name)
-            elif flight.asked[life] is Ask.WAITING:
-                self._disregard(life)
-
-    def _disregard(self, life: Life) -> None:
-        self._vain.add(life.name)
-        for fragment in list(self.closing_queue):
-            self._unrequest(fragment, life)
+        self.closings.settled(flight)
 
     def _mind_norms(self, flight: Round, now_ns: int) -> None:
         asked = [self._members.get(life) for life in flight.asked]
@@ -441,7 +419,7 @@ class Rounds:
             self._norms[fragment].merged(norms)
         for life in sorted(flight.pushes):
             push = flight.pushes[life]
-            self._unrequest(fragment, life)
+            self.closings.serve(fragment, life)
             self._members.ledger(life).consume(fragment, push.base)
             member = self._members.get(life)
             if member is not None:
@@ -463,17 +441,10 @@ class Rounds:
                 )
             )
 
-    def _unrequest(self, fragment: int, life: Life) -> None:
-        waiting = self.closing_queue.get(fragment)
-        if waiting is not None:
-            waiting.discard(life)
-            if not waiting:
-                del self.closing_queue[fragment]
-
     def wind_down(self, now_ns: int, reason: str) -> None:
         """Open nothing more; finish rounds that have their quorum, abandon the others."""
         self.queue.clear()
-        self.closing_queue.clear()
+        self.closings.clear()
         for flight in list(self.flights.values()):
             if flight.phase is Phase.GRACE:
                 self._close(flight, now_ns, reason)

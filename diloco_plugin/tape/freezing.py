@@ -19,6 +19,7 @@ import msgspec
 
 from diloco_plugin.core.actions import Fate
 from diloco_plugin.core.claims import Claim, Claims
+from diloco_plugin.core.closings import Closings
 from diloco_plugin.core.events import Knocked, Life
 from diloco_plugin.core.flight import Ask, Phase, Push, Round
 from diloco_plugin.core.handover import Handover, Handovers, Leg
@@ -33,7 +34,7 @@ _OBJECTS: Final[dict[str, type]] = {
     c.__name__: c
     for c in (
         SyncerCore, Members, Member, Ledger, Rounds, Round, Push, Norms, Claims, Claim, Knocked,
-        Parameters, Handovers, Handover,
+        Parameters, Handovers, Handover, Closings,
     )
 }  # fmt: skip
 _ENUMS: Final[dict[str, type[Enum]]] = {

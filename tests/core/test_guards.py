@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
+from diloco_plugin.core.closings import CLOSINGS_MAX
 from diloco_plugin.core.policy import NORM_HISTORY_MIN, NORM_ROUNDS_REFUSED_MAX
-from diloco_plugin.core.rounds import CLOSINGS_MAX
 
 from .conftest import SyncerBench
 

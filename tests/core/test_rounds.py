@@ -379,7 +379,7 @@ def test_progress_that_a_normal_round_took_needs_no_closing_round(syncer: Make) 
     bench.receive("a", pull)
     bench.commit(pull)
     assert not bench.of(act.Pull)
-    assert not bench.core.rounds.closing_queue
+    assert not bench.core.rounds.closings
 
 
 def test_lockstep_folds_in_the_order_of_names(syncer: Make) -> None:

@@ -198,8 +198,10 @@ class Bulk:
                 rest = self._patience / (2 * CROWDED if self._queued() else 2)
                 poll.wait(RETRY_SECONDS if backlog else rest)
                 self._waker.drain()
+                messages = self._door.receive()
+                # Only then: what a learner says here may answer what the daemon has told it since.
                 self._carry_out_commands()
-                for route, frames in self._door.receive():
+                for route, frames in messages:
                     self._take(route, frames)
                 for route in list(self._peers):
                     self._flush(route)

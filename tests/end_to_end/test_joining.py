@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,29 @@ def test_a_learner_that_has_not_taken_the_model_cannot_push() -> None:
         hasty.take()
         hasty.progress(2)
         assert hasty.push(hasty.pulled(), torch.ones(10)).fate in ("merged", "late")
+
+
+def test_a_token_is_known_however_soon_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads may run between two lines of the bulk thread, as long as a whole join takes."""
+    specs = one_weight(10)
+    with (
+        running_syncer(sync_every=1, fragments=1, overlap=0) as syncer,
+        Forged(syncer.address, "quick", specs) as quick,
+    ):
+        door, waits = syncer._bulk._door, threading.Event()
+        receive = door.receive
+
+        def receive_late(limit: int = 64) -> Any:
+            waits.set()
+            monkeypatch.setattr(door, "receive", receive)
+            return until(lambda: receive(limit), message="the token is here")
+
+        monkeypatch.setattr(door, "receive", receive_late)
+        syncer._bulk._waker.wake()
+        assert waits.wait(10)
+        quick.join()
+        quick.seed([torch.zeros(10)])
+        assert syncer.status()["strange_messages"] == {}
 
 
 def test_late_joiners_come_in_while_rounds_run_fast() -> None:

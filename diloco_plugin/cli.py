@@ -1,7 +1,7 @@
 """The command `diloco`: start a syncer, look at one, check it, repair its state; keys, tapes.
 
 Exit codes: 0 done, 1 a replay differs, 2 wrong usage, 4 damaged, 69 unreachable, 70 the self-probe
-failed, 75 address in use, 77 refused, 78 configuration.
+failed, 74 the disk, 75 address in use, 77 refused, 78 configuration.
 Nothing heavy is imported before a command needs it: ``diloco --help`` answers without torch.
 """
 
@@ -28,10 +28,9 @@ from diloco_plugin.config import (
     resolve,
 )
 from diloco_plugin.core.parameters import PRESETS, Parameters
-from diloco_plugin.errors import ConfigError, DiLoCoError
+from diloco_plugin.errors import ConfigError, DiLoCoError, RefusedError, UnreachableError
 
 USAGE_ERROR: Final = 2
-UNREACHABLE: Final = 69
 
 _SYNCER: Final = """\
 Start the daemon that owns the global model. It needs no GPU. Every option can also be set in a TOML
@@ -266,9 +265,13 @@ def _status(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from diloco_plugin.status import check
 
-    yes, sentence = check(default_address(arguments.address), arguments.keys)
-    sys.stdout.write(f"{'yes' if yes else 'no'}: {sentence}\n")
-    return 0 if yes else UNREACHABLE
+    try:
+        sentence = check(default_address(arguments.address), arguments.keys)
+    except (RefusedError, UnreachableError) as error:
+        sys.stdout.write(f"no: {error}\n")
+        return error.exit_code
+    sys.stdout.write(f"yes: {sentence}\n")
+    return 0
 
 
 def _keygen(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch.utils.data import Dataset, IterableDataset
 
 from diloco_plugin.config import default_address
+from diloco_plugin.core.policy import caution_about_place
 from diloco_plugin.credentials import learner_keys
 from diloco_plugin.errors import ConfigError, RefusedError
 from diloco_plugin.learner.naming import check_name, default_name
@@ -86,13 +87,7 @@ def _place(address: str, name: str, keys: LineKeys | Insecure | None) -> tuple[i
             " it with --learners N, or call shard(dataset, index=..., count=...)."
         )
     if answer.index >= answer.count:
-        log.warning(
-            "learner %r is number %d of %d expected ones: it shares its part of the data with"
-            " another; start the syncer with more --learners",
-            name,
-            answer.index + 1,
-            answer.count,
-        )
+        log.warning("%s", caution_about_place(answer.index, answer.count))
     return answer.index % answer.count, answer.count
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from diloco_plugin.core.policy import counted
 from diloco_plugin.errors import DiLoCoError, RefusedError, UnreachableError, WireError
 from diloco_plugin.net.address import Address
 
@@ -30,7 +31,7 @@ def fetch(
 
     Raises:
         UnreachableError: nothing answered in time.
-        RefusedError: the syncer does not answer the owner of this key (any more).
+        RefusedError: the syncer does not answer the owner of this key (any more), or none.
         WireError: something answered, but not as a syncer does.
     """
     # Late, as everything that `diloco --help` does not need.
@@ -229,50 +230,52 @@ def _span(seconds: float) -> str:
     return f"{whole} s"
 
 
-def check(
-    address: str, keys: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS
-) -> tuple[bool, str]:
-    """Whether a trainer on this machine could join the run at `address`, and a sentence why."""
+def check(address: str, keys: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+    """Says, in a sentence, that a trainer on this machine could join the run at `address`.
+
+    Raises:
+        RefusedError: the run takes nobody, or nobody with these keys or of this version.
+        UnreachableError: no syncer answers there, or its second port cannot be reached.
+    """
     from diloco_plugin._version import __version__
     from diloco_plugin.credentials import visitor_keys
-    from diloco_plugin.net.diagnosis import key_problem
     from diloco_plugin.wire.messages import PROTOCOL
 
     security = visitor_keys(address, keys, operator=False)
     began = time.monotonic()
     try:
         body = fetch(address, timeout_seconds, security)
-    except RefusedError as error:
-        return False, str(error)
     except UnreachableError:
-        return False, key_problem(Address.parse(address), security) or (
+        raise UnreachableError(
             f"nothing answered at {address} within {timeout_seconds:g} s; is `diloco syncer`"
             f" running there, listening on that address, and does a firewall let {_port(address)}"
             " through?"
-        )
+        ) from None
     except WireError as error:
-        return False, (
+        raise UnreachableError(
             f"something answers at {address}, but not as a syncer of protocol {PROTOCOL} does"
             f" ({printable(error.reason)}); check the port, and that both sides have the same"
             f" version of diloco-plugin (here: {__version__})."
-        )
+        ) from None
     milliseconds = 1000 * (time.monotonic() - began)
     where = f"run {printable(body.get('run', '?'))!r} at {address}"
     if body.get("protocol") != PROTOCOL:
-        return False, (
+        raise RefusedError(
+            "protocol",
             f"{where} speaks protocol {body.get('protocol')} (diloco-plugin"
             f" {printable(body.get('version', '?'))}) and this machine speaks {PROTOCOL}"
-            f" ({__version__}); install the same version on both."
+            f" ({__version__}); install the same version on both.",
         )
     if body.get("state") in ("ending", "stopping"):
-        return False, (
+        raise RefusedError(
+            body["state"],
             f"{where} is {body['state']} at clock {body.get('clock', 0)} and takes no new learners;"
-            " start it again, with more --steps if it has reached its end."
+            " start it again, with more --steps if it has reached its end.",
         )
     unreachable = _bulk_problem(address, body.get("bulk_port", 0), timeout_seconds)
     if unreachable:
-        return False, f"{where} answers, but {unreachable}"
-    return True, (
+        raise UnreachableError(f"{where} answers, but {unreachable}")
+    return (
         f"{where} answers in {milliseconds:.0f} ms (protocol {PROTOCOL}, {_joined(body)},"
         f" clock {body.get('clock', 0)}); start your trainer with this address."
     )
@@ -281,9 +284,7 @@ def check(
 def _joined(body: Body) -> str:
     live = live_count(body)
     expected = body.get("parameters", {}).get("learners", 0)
-    if expected:
-        return f"{live} of {expected} learners"
-    return f"{live} learner" if live == 1 else f"{live} learners"
+    return (f"{live} of " if expected else "") + counted(expected or live, "learner")
 
 
 def _port(address: str) -> str:

@@ -142,6 +142,7 @@ class LearnerCore:
         self.steps += 1
         self.clock += 1
         self.tokens += event.tokens
+        self.link.steps_alone += not self.link.connected
         for part in self.parts:
             part.steps += 1
             part.tokens += event.tokens
@@ -348,6 +349,7 @@ class LearnerCore:
     def _welcome(self, event: ev.Welcomed) -> None:
         assert self.parameters is not None, "lay_out() comes first"
         self._let_go()  # a second Welcome replaces the first
+        self._note(self.link.found(self._now_ns))
         self.link.welcome(self._now_ns, event.epoch, self.parameters.lease_ns, keep=event.keep)
         self.clock = max(self.clock, event.clock)
         for part in self.parts:
@@ -360,8 +362,12 @@ class LearnerCore:
         known = self.link.connected
         self._let_go()
         self.link.lose(self._now_ns, deliberate=deliberate)
-        if known:
-            self._note(f"lost the syncer ({reason}); training on, looking for it")
+        if not known:
+            return
+        what = f"lost the syncer ({reason.rstrip('.')}); training on, looking for it"
+        if deliberate:
+            what = f"the syncer stops ({reason.rstrip('.')}); training on, looking for the next one"
+        self._note("the run is over, and its syncer ends" if self.complete else what)
 
     def _let_go(self) -> None:
         """What was on its way is void: the buffers are free again (those of pushes by PushSent)."""

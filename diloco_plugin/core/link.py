@@ -47,6 +47,9 @@ class Link:
         self._lease_ns = 15 * SECOND_NS
         self._heard_ns = self._beat_ns = self._call_ns = self._ticked_ns = now_ns
         self._calls = 0
+        #: since when, and for how many steps, this learner trains without a syncer
+        self._alone_ns = now_ns
+        self.steps_alone = 0
         #: code of the refusal that was told as news
         self._told = ""
 
@@ -65,6 +68,17 @@ class Link:
         """The syncer gave a sign of life."""
         self._heard_ns = now_ns
 
+    def found(self, now_ns: int) -> str:
+        """What to tell who has trained on without a syncer and is welcome now; "" if nobody has."""
+        steps, self.steps_alone = self.steps_alone, 0
+        if self.connected or not (self.epoch or steps):
+            return ""
+        again = " again" if self.epoch else ""
+        return (
+            f"found the syncer{again} after {(now_ns - self._alone_ns) // SECOND_NS} s;"
+            f" {policy.counted(steps, 'step')} taken alone"
+        )
+
     def welcome(self, now_ns: int, epoch: int, lease_ns: int, *, keep: bool) -> None:
         """The syncer let us in; `keep`: what we hold is of its lineage."""
         self.hear(now_ns)
@@ -75,7 +89,8 @@ class Link:
 
     def refuse(self, now_ns: int, code: str, text: str) -> None:
         """The syncer turned us away."""
-        self.standing, self.refusal = Standing.ALONE, (code, text)
+        self._leave(now_ns)
+        self.refusal = code, text
         self._call_later(now_ns)
 
     def refusal_news(self) -> str:
@@ -84,13 +99,15 @@ class Link:
         if code == self._told:
             return ""
         self._told = code
-        return f"the syncer refused this learner ({text}); training goes on alone"
+        so = "training goes on alone" if self.over else "training goes on, and it asks again"
+        return f"the syncer refused this learner ({text.rstrip('.')}); {so}"
 
     def lose(self, now_ns: int, *, deliberate: bool) -> None:
         """Nobody answers any more. Losing a lost syncer once more does not delay the call."""
         if self.standing is not Standing.ALONE:
             self._call_later(now_ns)
-        self.standing, self.gone_away = Standing.ALONE, deliberate or self.gone_away
+        self._leave(now_ns)
+        self.gone_away = deliberate or self.gone_away
 
     def call_soon(self, now_ns: int) -> None:
         """Something listens there: call, but a fleet must not stampede a restarted syncer."""
@@ -126,6 +143,11 @@ class Link:
         if self.connected:
             return max(now_ns, min(self._beat_ns, self._heard_ns + self._lease_ns))
         return max(now_ns, self._call_ns)
+
+    def _leave(self, now_ns: int) -> None:
+        if self.connected:
+            self._alone_ns = now_ns
+        self.standing = Standing.ALONE
 
     def _call_later(self, now_ns: int) -> None:
         wait = policy.backoff_ns(self._calls, policy.jitter(self._incarnation, self._calls))

@@ -171,6 +171,20 @@ def older_life(epoch: int, known: int) -> str:
     )
 
 
+def caution_about_place(index: int, count: int) -> str:
+    """What a learner's user should read whose number is beyond those that were expected."""
+    return (
+        f"this learner is number {index + 1} of {count} expected: with shard() it has the same part"
+        f" of the data as number {index % count + 1}. Start the syncer again with --learners"
+        f" {index + 1} (and --override, where it goes on from --state), then the learners."
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    """How many there are of what, e.g. "1 learner" or "2 learners"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def median(values: Sequence[float]) -> float:
     """Upper median."""
     return sorted(values)[len(values) // 2]
@@ -200,7 +214,8 @@ def diagnose(status: dict[str, Any]) -> list[str]:
         problems.append("no learner is live: start one, or look at why they left.")
     expected = parameters["learners"]
     if expected and len(live) < expected and status["state"] == "running":
-        problems.append(f"{len(live)} of {expected} expected learners are live.")
+        verb = "is" if len(live) == 1 else "are"
+        problems.append(f"{len(live)} of {counted(expected, 'expected learner')} {verb} live.")
     joined = rounds["joined_mean"]
     if len(live) > 1 and rounds["merged"] >= 10 and joined < 0.6 * len(live):
         problems.append(
@@ -215,8 +230,11 @@ def diagnose(status: dict[str, Any]) -> list[str]:
     for reason, count in sorted(status["fates"]["rejected"].items()):
         if reason in ("not finite", "norm", "corrupt", "wrong size"):
             problems.append(
-                f"{count} pushes were refused ({reason}): look at the loss of the learners."
+                f"refused pushes ({reason}): {count}. Look at the loss of the learners."
             )
-    for code, count in sorted(status["refused"].items()):
-        problems.append(f"{count} learners were turned away at the door ({code}).")
+    problems += [
+        f"learner {one['name']!r} was turned away ({counted(one['times'], 'time')}, last"
+        f" {one['ago_s']:.0f} s ago): {one['text']}"
+        for one in status["turned_away"]
+    ]
     return problems

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import policy
 from .actions import Fate
 from .flight import Phase
 from .members import Stage
 from .parameters import SECOND_NS
+
+#: So much of why somebody was turned away: it may list every tensor of a model.
+TEXT_MAX: Final = 300
 
 if TYPE_CHECKING:
     from .syncer import SyncerCore
@@ -31,6 +34,15 @@ def status(core: SyncerCore, now_ns: int) -> dict[str, Any]:
         ],
         "fates": _fates(core),
         "refused": dict(sorted(core.refused.items())),
+        "turned_away": [
+            {
+                "name": name,
+                "times": times,
+                "ago_s": (now_ns - last_ns) / SECOND_NS,
+                "text": text[:TEXT_MAX],
+            }
+            for name, (times, last_ns, text) in core.turned_away.items()
+        ],
         "rounds": {
             "merged": rounds.merged,
             "abandoned": rounds.abandoned,

@@ -8,7 +8,7 @@ same events give the same actions on every machine.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from . import actions as act
 from . import events as ev
@@ -20,6 +20,9 @@ from .members import MEMBERS_MAX, Member, Members, Stage
 from .parameters import SECOND_NS, Parameters
 from .past import Past
 from .rounds import Rounds
+
+#: Learners that were turned away and are remembered by name.
+TURNED_AWAY_MAX: Final = 8
 
 
 class RunState(str, Enum):
@@ -63,6 +66,8 @@ class SyncerCore:
         self.rounds = Rounds(parameters, self.members, self._out)
         self.handovers = Handovers(parameters, self.members, self._out)
         self.refused: dict[str, int] = {}
+        #: by name, the last ones of `refused` that were not let in since: how often, when last, why
+        self.turned_away: dict[str, tuple[int, int, str]] = {}
         self._lineage = epoch if lineage is None else lineage
         self._seeded = seeded
         self._assembled = not parameters.lockstep
@@ -218,6 +223,10 @@ class SyncerCore:
 
     def _refuse(self, life: Life, code: str, text: str) -> None:
         self.refused[code] = self.refused.get(code, 0) + 1
+        times = self.turned_away.pop(life.name, (0, 0, ""))[0]
+        self.turned_away[life.name] = times + 1, self._now_ns, text
+        if len(self.turned_away) > TURNED_AWAY_MAX:
+            del self.turned_away[next(iter(self.turned_away))]
         self._out.append(act.Refuse(life=life, code=code, text=text))
 
     def _object(self, holder: Member) -> None:
@@ -235,11 +244,16 @@ class SyncerCore:
                 self._seeded = False
                 text = "it comes from an earlier life of the syncer: its model is taken, not --init"
                 self._out.append(act.Note(text=f"learner {knock.life.name!r}: {text}"))
+        self.turned_away.pop(knock.life.name, None)
         keep = self._may_keep(knock)
         member = self.members.add(
             knock.life, now, self.parameters.lease_ns, self.clock, knock.data_seed
         )
         self._welcome(member, knock, keep=keep)
+        expected = self.parameters.learners
+        if 0 < expected <= member.index:
+            text = policy.caution_about_place(member.index, expected)
+            self._out.append(act.Caution(life=member.life, text=text))
         twin = self.members.twin_of(member)
         if twin is not None:
             text = policy.caution_about_twin(twin.life.name, member.data_seed)

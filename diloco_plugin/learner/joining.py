@@ -57,17 +57,17 @@ def error_of(problem: str) -> DiLoCoError:
 
 
 def why_not_joined(session: Session, core: LearnerCore) -> str:
-    """Time is over, and the learner does not hold the global model: why, and what to do."""
+    """Time is over, and the learner does not hold the global model: why, as a problem."""
     where = session.address
     if core.link.standing is Standing.TAKING:
         return (
-            f"the syncer at {where} let this learner in, but the model does not arrive: it"
-            " waits for the learner that brings the model, or the line is dead (raise"
+            f"unreachable: the syncer at {where} let this learner in, but the model does not"
+            " arrive: it waits for the learner that brings the model, or the line is dead (raise"
             " connect_timeout)."
         )
     return session.obstacle() or (
-        f"no syncer answered at {where} in time: start it (`diloco syncer --bind {where}`),"
-        f" look with `diloco check {where}`, or train alone until it appears with"
+        f"unreachable: no syncer answered at {where} in time: start it (`diloco syncer --bind"
+        f" {where}`), look with `diloco check {where}`, or train alone until it appears with"
         " require_syncer=False."
     )
 
@@ -76,8 +76,10 @@ def why_not_closed(session: Session, core: LearnerCore, seconds: float) -> str:
     """A learner has left without having given its last progress: why."""
     if session.error is not None:
         return f"its I/O thread had failed ({session.error})"
+    if core.complete is not None and not core.link.connected:
+        return f"the run had ended ({core.complete.rstrip('.')})"
     if core.link.gone_away:
         return "the syncer has stopped"
     if core.link.refusal is not None:
-        return f"the syncer refused this learner ({core.link.refusal[1]})"
+        return f"the syncer refused this learner ({core.link.refusal[1].rstrip('.')})"
     return f"the syncer gave no answer for {seconds:.0f} s"

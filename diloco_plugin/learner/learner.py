@@ -190,7 +190,7 @@ class Learner:
                 if self._core.holds_model and self._core.link.connected:
                     event = ev.StateRefused(now_ns=time.monotonic_ns(), reason="it does not come")
                 else:
-                    problem = f"unreachable: {why_not_joined(self._session, self._core)}"
+                    problem = why_not_joined(self._session, self._core)
             over = bool(problem) or not required
         done = self._turns.turn(event, over=over, joining=True)
         return problem, done

@@ -139,14 +139,18 @@ class Session:
         return str(self._address)
 
     def obstacle(self) -> str:
-        """Why a syncer at that address does not speak with us; "" if nothing listens there."""
+        """Why a syncer at that address does not speak with us, as a problem; "" if nothing listens
+        there.
+        """
         if not listens(self._address):
             return ""
         unheard = "" if self._greeted else key_problem(self._address, self._security)
-        return unheard or (
-            f"something listens at {self._address}, but is no syncer, or hangs: check the address"
-            f" (`diloco check {self._address}`); the port is the one that the syncer was told to"
-            " bind."
+        if unheard:
+            return f"key: {unheard}"
+        return (
+            f"unreachable: something listens at {self._address}, but is no syncer, or hangs: check"
+            f" the address (`diloco check {self._address}`); the port is the one that the syncer"
+            " was told to bind."
         )
 
     def post(self, actions: Sequence[act.LearnerAction]) -> None:

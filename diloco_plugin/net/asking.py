@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from diloco_plugin.errors import UnreachableError
 from diloco_plugin.net.address import Address
-from diloco_plugin.net.diagnosis import why_unreachable
+from diloco_plugin.net.diagnosis import why_unanswered
 from diloco_plugin.net.keys import Insecure, LineKeys
 from diloco_plugin.net.options import new_context
 from diloco_plugin.net.poll import Poll
@@ -25,6 +24,7 @@ def ask(
 
     Raises:
         UnreachableError: no answer in time; says how far it got.
+        RefusedError: the two sides' keys do not match.
         ConfigError: the address is wrong.
     """
     deadline = time.monotonic() + timeout_seconds
@@ -42,7 +42,7 @@ def ask(
                 return frames[0].bytes
             left = deadline - time.monotonic()
             if left <= 0:
-                raise UnreachableError(why_unreachable(line.address, timeout_seconds, sent, keys))
+                raise why_unanswered(line.address, timeout_seconds, sent, keys)
             poll.wait(min(left, 0.25))
     finally:
         context.destroy(linger=0)

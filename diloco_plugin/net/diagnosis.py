@@ -9,6 +9,7 @@ import socket as stdlib_socket
 import time
 from typing import Final
 
+from diloco_plugin.errors import DiLoCoError, RefusedError, UnreachableError
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.keys import Insecure, LineKeys, fingerprint
 
@@ -77,22 +78,25 @@ def key_problem(address: Address, keys: LineKeys | Insecure | None) -> str:
     return ""
 
 
-def why_unreachable(
+def why_unanswered(
     address: Address, seconds: float, sent: bool, keys: LineKeys | Insecure | None
-) -> str:
+) -> DiLoCoError:
     """Why a question got no answer in time; `sent`: there was a connection."""
     where = f"{address} did not answer within {seconds:g} s"
     if sent:
-        return (
+        return UnreachableError(
             f"{where}, although TCP connected and ZeroMQ is spoken there: the syncer is busy or "
             "stuck, or the port is not its control port. Try again, then look at its log."
         )
     if not listens(address):
-        return (
+        return UnreachableError(
             f"{where}: TCP did not connect. In order of likelihood: no syncer runs there (start "
             "it), a firewall is in between (or the SSH tunnel is down), or the port is wrong."
         )
-    return key_problem(address, keys) or (
+    problem = key_problem(address, keys)
+    if problem:
+        return RefusedError("key", problem)
+    return UnreachableError(
         f"{where}: TCP connected, but what listens there is no syncer. Check the port "
         "(the control port is the one that the syncer was told to bind)."
     )

@@ -156,6 +156,11 @@ def read_door_keys(folder: Path) -> DoorKeys:
     Raises:
         ConfigError: a file is missing, malformed or readable by others; says which and the fix.
     """
+    return DoorKeys(_read_own_pair(folder), read_allow_list(folder))
+
+
+def _read_own_pair(folder: Path) -> Pair:
+    """The syncer's own key; errors as `read_door_keys`."""
     _require_curve()
     pair = _read_pair(folder / "syncer.key", f"make it with `diloco keygen --keys {folder}`")
     public = _read_syncer_pub(folder)
@@ -164,22 +169,24 @@ def read_door_keys(folder: Path) -> DoorKeys:
             f"{folder}/syncer.pub does not belong to {folder}/syncer.key: put the pair there that"
             " was made together."
         )
-    return DoorKeys(pair, read_allow_list(folder))
+    return pair
 
 
 def read_allow_list(folder: Path) -> dict[bytes, str]:
     """Who may come in, as public key -> name: one file NAME.pub for each in learners.d.
 
     Raises:
-        ConfigError: a file is malformed, or two names have the same key.
+        ConfigError: the folder is not there (nobody is meant by an empty one) or cannot be read, a
+            file is malformed, or two names have the same key.
     """
     learners: dict[bytes, str] = {}
     try:
         paths = sorted((folder / "learners.d").iterdir())
-    except FileNotFoundError:
-        return {}
     except OSError as error:
-        raise ConfigError(f"cannot read {folder}/learners.d: {error.strerror}.") from None
+        raise ConfigError(
+            f"cannot read {folder}/learners.d: {error.strerror}. Bring the folder back; an empty"
+            " one admits nobody."
+        ) from None
     for path in paths:
         if path.suffix != ".pub" or path.name.startswith("."):
             continue
@@ -230,8 +237,8 @@ def read_visitor_keys(folder: Path, name: str, *, operator: bool) -> LineKeys:
     names = _names(folder)
     chosen = name if name in names else names[0] if names else ""
     if (folder / "syncer.key").exists() and (operator or not chosen):
-        keys = read_door_keys(folder)
-        return LineKeys(SYNCER, keys.own, keys.own.public)
+        own = _read_own_pair(folder)
+        return LineKeys(SYNCER, own, own.public)
     return read_line_keys(folder, chosen)
 
 

@@ -12,6 +12,7 @@ from typing import Final
 from diloco_plugin._version import __version__
 from diloco_plugin.config import SyncerConfig, parameters_from, parameters_to
 from diloco_plugin.core.parameters import Parameters
+from diloco_plugin.core.policy import counted
 from diloco_plugin.errors import ConfigError, DamagedError
 from diloco_plugin.store import RunFile, Store
 from diloco_plugin.syncer.keeping import past_of
@@ -115,5 +116,6 @@ def restore(store: Store, config: SyncerConfig) -> GlobalModel | None:
         record, tensors = store.load(fragment)
         assert record.version == version, "the store gives another version than its journal"
         model.restore(fragment, version, tensors, exact=record.exact)
-    log.info("going on with run %r at step %d, %d merges", run.run, past.clock, sum(past.versions))
+    merges = counted(sum(past.versions), "merge")
+    log.info("going on with run %r at step %d, %s", run.run, past.clock, merges)
     return model

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from diloco_plugin.config import SyncerConfig
+from diloco_plugin.core.policy import counted
 from diloco_plugin.errors import ConfigError, InvariantError
 from diloco_plugin.net.guard import Context, Guard
 from diloco_plugin.net.keys import (
@@ -55,11 +56,13 @@ class Security:
         """
         self._folder = Path(config.keys).expanduser() if config.keys else None
         self._learners: dict[bytes, str] = {}
+        #: all that were on the list since the start
+        self._known: dict[bytes, str] = {}
         #: what both doors get
         self.guard: Guard | Insecure | None = INSECURE if config.insecure_plaintext else None
         if self._folder is not None:
             keys = read_door_keys(self._folder)
-            self._learners = dict(keys.learners)
+            self._learners, self._known = dict(keys.learners), dict(keys.learners)
             self.guard = Guard(context, keys, broken)
         self._insecure_said = float("-inf")
         self._refused_said = 0
@@ -68,7 +71,8 @@ class Security:
     def say(self) -> None:
         """Log who may come in: once, at the start."""
         if isinstance(self.guard, Guard):
-            log.info(
+            log.log(
+                self._level,
                 "encrypted; the syncer's key is %s; admitted: %s",
                 fingerprint(self.guard.own.public),
                 ", ".join(sorted(self._learners.values())) or "nobody yet (`diloco keygen NAME`)",
@@ -83,7 +87,12 @@ class Security:
         """What to call the holder of a key that says it is `name`."""
         if not isinstance(self.guard, Guard):
             return name
-        return self.guard.name_of(key) or f"key {fingerprint(key)}"
+        return self.guard.name_of(key) or self._barred(fingerprint(key))
+
+    def _barred(self, print_: str) -> str:
+        """What to call the holder of a key that is not on the list: never as anybody who is."""
+        former = next((n for key, n in self._known.items() if fingerprint(key) == print_), "")
+        return f"{former} (key {print_}, taken off the list)" if former else f"key {print_}"
 
     def objection(self, key: bytes, name: str | None) -> tuple[str, str] | None:
         """Why the holder of this key may not be `name` (None: only look), as (code, text)."""
@@ -161,16 +170,22 @@ class Security:
             log.error("SIGHUP: the old list of keys stays, because of the new one: %s", error)
             return frozenset()
         before, self._learners = self._learners, learners
+        self._known |= learners
         self.guard.admit(learners)
         barred = {name for key, name in before.items() if learners.get(key) != name}
         added = sorted(name for key, name in learners.items() if before.get(key) != name)
-        log.info(
-            "SIGHUP: %d learners are admitted; new: %s; no more: %s",
-            len(learners),
+        log.log(
+            self._level,
+            "SIGHUP: %s; new: %s; no more: %s",
+            "nobody is admitted" if not learners else f"admitted learners: {len(learners)}",
             ", ".join(added) or "none",
             ", ".join(sorted(barred)) or "none",
         )
         return frozenset(barred)
+
+    @property
+    def _level(self) -> int:
+        return logging.INFO if self._learners else logging.WARNING
 
     def mind(self, now: float) -> None:
         """Say again what nobody may overlook. `now`: monotonic seconds."""
@@ -187,9 +202,9 @@ class Security:
             and now - self._refused_at >= REFUSED_WARNING_SECONDS
         ):
             log.warning(
-                "%d connections with unknown keys were refused, the latest with key %s from %s",
-                total - self._refused_said,
-                refused[-1].fingerprint,
+                "%s refused for keys that are not on the list; the latest: %s, from %s",
+                counted(total - self._refused_said, "connection"),
+                self._barred(refused[-1].fingerprint),
                 refused[-1].address,
             )
             self._refused_said, self._refused_at = total, now
@@ -214,8 +229,13 @@ class Security:
             return [_INSECURE]
         if not isinstance(self.guard, Guard):
             return []
-        return [
-            f"key {r.fingerprint} was refused {r.count} times, last from {r.address}: if it is a"
+        nobody = (
+            f"nobody is admitted: {self._folder}/learners.d holds no NAME.pub. Make keys with"
+            " `diloco keygen NAME`, bring NAME.pub there and send the syncer SIGHUP."
+        )
+        return ([] if self._learners else [nobody]) + [
+            f"{self._barred(r.fingerprint)} was refused {counted(r.count, 'time')}, last from"
+            f" {r.address}: if it is a"
             " learner's, put its NAME.pub into learners.d and send the syncer SIGHUP."
             for r in self.guard.refused()[-3:]
         ]

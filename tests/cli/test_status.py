@@ -15,7 +15,7 @@ from diloco_plugin.cli import main
 from diloco_plugin.config import parameters_to
 from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.core.policy import diagnose
-from diloco_plugin.errors import UnreachableError, WireError
+from diloco_plugin.errors import RefusedError, UnreachableError, WireError
 from diloco_plugin.net.sockets import Door, Poll, Waker, new_context
 from diloco_plugin.status import check, render, table
 from diloco_plugin.testing.world import World
@@ -116,9 +116,8 @@ def test_a_port_where_nobody_listens_is_unreachable() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        yes, sentence = check(address, timeout_seconds=0.1)
-    assert not yes
-    assert sentence.startswith(f"nothing answered at {address} within 0.1 s")
+        with pytest.raises(UnreachableError, match=f"^nothing answered at {address} within 0.1 s"):
+            check(address, timeout_seconds=0.1)
 
 
 @pytest.fixture
@@ -170,7 +169,7 @@ def healthy(**other: Any) -> dict[str, Any]:
     fates = {"merged": 90, "late": 0, "stale": 0, "abandoned": 0, "rejected": {}}
     rounds = body()["rounds"] | {"joined_mean": 3.6}
     usual = {"parameters": parameters, "learners": FOUR, "fates": fates, "rounds": rounds}
-    return body(**usual, refused={}) | other
+    return body(**usual, refused={}, turned_away=[]) | other
 
 
 def rounds(**other: Any) -> dict[str, Any]:
@@ -198,9 +197,13 @@ def rounds(**other: Any) -> dict[str, Any]:
         ),
         (
             {"fates": healthy()["fates"] | {"rejected": {"not finite": 7, "stale base": 1}}},
-            "7 pushes were refused (not finite): look at the loss of the learners.",
+            "refused pushes (not finite): 7. Look at the loss of the learners.",
         ),
-        ({"refused": {"layout": 2}}, "2 learners were turned away at the door (layout)."),
+        (
+            {"turned_away": [{"name": "za", "times": 1, "ago_s": 9.0, "text": "other model."}]},
+            "learner 'za' was turned away (1 time, last 9 s ago): other model.",
+        ),
+        ({"learners": FOUR[:1]}, "1 of 4 expected learners is live."),
     ],
 )
 def test_what_is_wrong_is_said_in_words_with_what_helps(found: dict[str, Any], said: str) -> None:
@@ -315,38 +318,38 @@ def test_the_address_may_come_from_the_environment(
 
 
 def test_check_says_yes_with_what_was_found(answering: dict[str, Any]) -> None:
-    yes, sentence = check(ADDRESS)
-    assert yes
+    sentence = check(ADDRESS)
     assert sentence.startswith(f"run 'main' at {ADDRESS} answers in ")
     assert f"(protocol {PROTOCOL}, 2 of 4 learners, clock 118)" in sentence
     answering["parameters"] = {"learners": 0}
-    assert ", 2 learners, clock 118)" in check(ADDRESS)[1]
+    assert ", 2 learners, clock 118)" in check(ADDRESS)
+    answering["learners"] = FOUR[:1]
+    assert ", 1 learner, clock 118)" in check(ADDRESS)
 
 
 def test_check_says_no_to_another_protocol(answering: dict[str, Any]) -> None:
     answering.update(protocol=PROTOCOL + 1, version="9.9")
-    yes, sentence = check(ADDRESS)
-    assert not yes
-    assert f"speaks protocol {PROTOCOL + 1} (diloco-plugin 9.9)" in sentence
-    assert "install the same version on both" in sentence
+    with pytest.raises(RefusedError) as caught:
+        check(ADDRESS)
+    assert f"speaks protocol {PROTOCOL + 1} (diloco-plugin 9.9)" in str(caught.value)
+    assert "install the same version on both" in str(caught.value)
 
 
 def test_check_says_no_when_a_stranger_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, WireError("garbage", "not a message"))
-    yes, sentence = check(ADDRESS)
-    assert not yes
-    assert "not as a syncer" in sentence
-    assert "check the port" in sentence
+    with pytest.raises(UnreachableError, match=r"not as a syncer .*; check the port"):
+        check(ADDRESS)
 
 
 @pytest.mark.parametrize("state", ["ending", "stopping"])
 def test_check_says_no_to_a_run_that_takes_nobody_any_more(
-    answering: dict[str, Any], state: str
+    answering: dict[str, Any], state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answering["state"] = state
-    yes, sentence = check(ADDRESS)
-    assert not yes
-    assert f"is {state} at clock 118" in sentence
+    assert main(["check", ADDRESS]) == 77
+    out = capsys.readouterr().out
+    assert out.startswith("no: ")
+    assert f"is {state} at clock 118" in out
 
 
 def test_check_says_no_when_the_bulk_port_is_closed(answering: dict[str, Any]) -> None:
@@ -354,8 +357,7 @@ def test_check_says_no_when_the_bulk_port_is_closed(answering: dict[str, Any]) -
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]  # bound, but nobody listens
         answering["bulk_port"] = port
-        yes, sentence = check(ADDRESS)
-        assert not yes
-        assert f"open port {port} on 127.0.0.1 as well" in sentence
+        with pytest.raises(UnreachableError, match=f"open port {port} on 127.0.0.1 as well"):
+            check(ADDRESS)
         listener.listen()
-        assert check(ADDRESS)[0]
+        assert check(ADDRESS)

@@ -381,7 +381,6 @@ def test_a_refusal_is_told_to_who_trains_on_once_for_each_reason(learner: Make) 
     assert bench.last == (), "whoever waits at the door is told there"
     bench.train()
     assert "taken" in bench.one(act.Note).text
-    assert "alone" in bench.one(act.Note).text
     bench.do(ev.TurnedAway, code="name", text="taken")
     bench.train()
     assert not bench.of(act.Note)
@@ -392,6 +391,37 @@ def test_a_refusal_is_told_to_who_trains_on_once_for_each_reason(learner: Make) 
     bench.do(ev.TurnedAway, code="layout", text="another model")
     bench.train()
     assert bench.of(act.Note), "it was in since"
+
+
+def test_a_refusal_that_is_not_final_does_not_sound_so(learner: Make) -> None:
+    bench = learner()
+    for code, end in (
+        ("full", "training goes on, and it asks again"),
+        ("run", "training goes on alone"),
+    ):
+        bench.do(ev.TurnedAway, code=code, text="No room. Wait.")
+        bench.train()
+        assert bench.one(act.Note).text.endswith(f"(No room. Wait); {end}")
+
+
+def test_who_lost_its_syncer_says_that_it_found_it_again(learner: Make) -> None:
+    bench = learner()
+    bench.welcome()
+    assert not bench.of(act.Note)
+    bench.do(ev.Lost, reason="the connection broke")
+    bench.train(400)
+    bench.welcome()
+    assert bench.one(act.Note).text == "found the syncer again after 12 s; 400 steps taken alone"
+    bench.welcome()
+    assert not bench.of(act.Note), "it was not alone"
+
+
+def test_a_syncer_that_ends_with_the_run_is_not_looked_for_in_words(learner: Make) -> None:
+    bench = learner()
+    bench.join()
+    bench.do(ev.RunCompleted, reason="the run has reached its last step (9)")
+    bench.do(ev.Lost, reason="the run has reached its last step (9)", deliberate=True)
+    assert bench.one(act.Note).text == "the run is over, and its syncer ends"
 
 
 def test_the_end_of_the_run_is_told_to_the_user_once(learner: Make) -> None:

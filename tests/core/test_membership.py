@@ -10,7 +10,7 @@ from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.members import Members, Stage
 
-from .conftest import SyncerBench
+from .conftest import MS, SyncerBench
 
 Make = Callable[..., SyncerBench]
 
@@ -34,6 +34,36 @@ def test_a_problem_found_by_the_shell_is_a_refusal(syncer: Make) -> None:
     bench.knock("a", problem=("layout", "other shapes"))
     assert bench.last == (act.Refuse(life=bench.life("a"), code="layout", text="other shapes"),)
     assert bench.core.refused == {"layout": 1}
+
+
+def test_who_was_turned_away_is_named_until_it_is_let_in(syncer: Make) -> None:
+    bench = syncer()
+
+    def named() -> list[tuple[str, int]]:
+        away = bench.core.status(bench.now_ms * MS)["turned_away"]
+        assert all(one["text"] == "other shapes" for one in away)
+        return [(one["name"], one["times"]) for one in away]
+
+    for name in "aba":
+        bench.knock(name, problem=("layout", "other shapes"))
+    assert named() == [("b", 1), ("a", 2)]
+    bench.knock("a")
+    assert named() == [("b", 1)]
+    for number in range(100):
+        bench.knock(f"c{number}", problem=("layout", "other shapes"))
+    assert len(named()) == 8
+
+
+def test_who_shares_its_part_of_the_data_is_told_what_to_do(syncer: Make) -> None:
+    bench = syncer(learners=2)
+    bench.join("a")
+    bench.knock("b")
+    assert not bench.of(act.Caution)
+    bench.knock("c")
+    (caution,) = bench.of(act.Caution)
+    assert caution.life.name == "c"
+    assert "number 3 of 2 expected" in caution.text
+    assert "--learners 3 (and --override" in caution.text
 
 
 def test_a_stranger_is_asked_to_introduce_itself(syncer: Make) -> None:

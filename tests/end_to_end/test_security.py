@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -19,7 +20,6 @@ from diloco_plugin.credentials import visitor_keys
 from diloco_plugin.errors import (
     ConfigError,
     RefusedError,
-    UnreachableError,
 )
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.keys import LineKeys, fingerprint
@@ -126,7 +126,7 @@ def test_the_operator_may_look_but_not_train(ring: Keyring, syncer: Syncer) -> N
     own = visitor_keys(syncer.address, str(ring.syncer), operator=True)
     assert isinstance(own, LineKeys)
     assert fetch(syncer.address, keys=own)["run"] == "main"
-    assert check(syncer.address, str(ring.syncer))[0]
+    assert check(syncer.address, str(ring.syncer))
     with Forged(syncer.address, "syncer", SPECS, keys=own) as operator:
         operator.hello()
         refusal = operator.hear(msg.Refuse)
@@ -140,8 +140,9 @@ def test_an_unknown_key_is_refused_told_why_and_seen_in_the_status(
     ring: Keyring, syncer: Syncer
 ) -> None:
     stranger = ring.line("mallory")
-    with pytest.raises(UnreachableError) as caught:
+    with pytest.raises(RefusedError) as caught:
         attach(syncer.address, folder(ring, "mallory"))
+    assert caught.value.exit_code == 77
     text = str(caught.value)
     assert f"key {fingerprint(stranger.own.public)} of 'mallory'" in text
     assert fingerprint(stranger.syncer) in text
@@ -154,19 +155,19 @@ def test_an_unknown_key_is_refused_told_why_and_seen_in_the_status(
     assert seen[0]["address"] == "127.0.0.1"
     assert any(seen[0]["fingerprint"] in problem for problem in body["problems"])
     assert not body["learners"]
-    yes, sentence = check(syncer.address, folder(ring, "mallory"), 0.5)
-    assert (yes, sentence) == (False, text)
+    with pytest.raises(RefusedError, match=re.escape(text)):
+        check(syncer.address, folder(ring, "mallory"), 0.5)
 
 
 def test_who_has_no_key_is_told_that_it_needs_one(syncer: Syncer) -> None:
     for attempt in (
         lambda: attach(syncer.address, None),
         lambda: fetch(syncer.address, 0.5),
+        lambda: check(syncer.address, None, 0.5),
         lambda: attach(syncer.address, "insecure-plaintext"),
     ):
-        with pytest.raises(UnreachableError, match="lets in known keys only, and none is given"):
+        with pytest.raises(RefusedError, match=r"known keys only.*`diloco keygen NAME`"):
             attempt()
-    assert "diloco keygen NAME" in check(syncer.address, None, 0.5)[1]
 
 
 def test_who_pins_another_syncer_s_key_is_told_both_keys(
@@ -175,7 +176,7 @@ def test_who_pins_another_syncer_s_key_is_told_both_keys(
     other = Keyring(tmp_path)
     misled = Path(shutil.copytree(folder(ring, "alpha"), tmp_path / "misled"))
     shutil.copy(other.syncer / "syncer.pub", misled)
-    with pytest.raises(UnreachableError) as caught:
+    with pytest.raises(RefusedError) as caught:
         attach(syncer.address, str(misled))
     assert fingerprint(other.door.own.public) in str(caught.value)
     assert "syncer.pub here is another syncer's" in str(caught.value)
@@ -184,11 +185,12 @@ def test_who_pins_another_syncer_s_key_is_told_both_keys(
 def test_a_learner_with_keys_speaks_to_no_plaintext_syncer(ring: Keyring) -> None:
     with running_syncer() as plain:
         assert plain.status()["security"] == "plaintext on loopback"
-        with pytest.raises(UnreachableError, match=r"speaks plaintext, but keys are given here"):
-            attach(plain.address, folder(ring, "alpha"))
-        yes, sentence = check(plain.address, folder(ring, "alpha"), 0.5)
-        assert not yes
-        assert "speaks plaintext" in sentence
+        for attempt in (
+            lambda: attach(plain.address, folder(ring, "alpha")),
+            lambda: check(plain.address, folder(ring, "alpha"), 0.5),
+        ):
+            with pytest.raises(RefusedError, match="speaks plaintext, but keys are given here"):
+                attempt()
 
 
 def test_a_known_key_under_another_name_is_refused_and_harms_nobody(
@@ -316,10 +318,14 @@ def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
             daemon.send(signal.SIGHUP)
             until(lambda: "the old list of keys stays" in daemon.err)
             assert "broken.pub has 8 characters instead of 40" in daemon.err
+            (ring.syncer / "learners.d").rename(ring.syncer / "away")
+            daemon.send(signal.SIGHUP)
+            until(lambda: f"cannot read {ring.syncer}/learners.d: No such file" in daemon.err)
+            (ring.syncer / "away").rename(ring.syncer / "learners.d")
             assert present() == ["alpha"]
             (ring.syncer / "learners.d" / "broken.pub").unlink()
             daemon.send(signal.SIGHUP)
-            until(lambda: "2 learners are admitted; new: beta; no more: none" in daemon.err)
+            until(lambda: "admitted learners: 2; new: beta; no more: none" in daemon.err)
             with Trainee(small_model(1), address, "beta", keys=folder(ring, "beta")) as beta:
                 beta.wait(lambda: beta.merged > 2)
                 ring.bar("alpha")
@@ -331,9 +337,18 @@ def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
                 before, steps = beta.merged, alpha.steps
                 beta.wait(lambda: beta.merged > before + 2)
                 alpha.wait(lambda: alpha.steps > steps)  # alone, but it trains
-                assert "is turned away (key)" in daemon.err
-                with pytest.raises(UnreachableError, match="do not accept each other's keys"):
+                assert re.search(r"learner alpha \(key .*\)#\w+ is turned away \(key\)", daemon.err)
+                said = "\n".join(fetch(address, keys=operator)["problems"])
+                assert re.search(r"learner 'alpha \(key .* off the list\)' was turned away", said)
+                with pytest.raises(RefusedError, match="do not accept each other's keys"):
                     attach(address, folder(ring, "alpha"))
+                said = "\n".join(fetch(address, keys=operator)["problems"])
+                assert re.search(r"alpha \(key .* off the list\) was refused \d+ time", said)
+            ring.bar("beta")
+            daemon.send(signal.SIGHUP)
+            until(lambda: "WARNING SIGHUP: nobody is admitted" in daemon.err)
+            said = "\n".join(fetch(address, keys=operator)["problems"])
+            assert f"nobody is admitted: {ring.syncer}/learners.d holds no NAME.pub" in said
         daemon.send(signal.SIGTERM)
         assert daemon.wait() == 0
         assert "Traceback" not in daemon.err

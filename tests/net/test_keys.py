@@ -200,7 +200,16 @@ def test_only_files_called_name_pub_are_on_the_list(ring: Keyring) -> None:
     with pytest.raises(ConfigError, match="'a b' cannot be the name of a key"):
         read_allow_list(ring.syncer)
     shutil.rmtree(listed)
+    listed.mkdir()
     assert read_allow_list(ring.syncer) == {}
+
+
+def test_a_folder_that_is_not_there_is_no_list_of_nobody(ring: Keyring) -> None:
+    listed = ring.syncer / "learners.d"
+    listed.rmdir()
+    with pytest.raises(ConfigError, match=rf"cannot read {listed}: No such file"):
+        read_door_keys(ring.syncer)
+    assert read_visitor_keys(ring.syncer, "", operator=True).name == "syncer"
 
 
 def test_a_public_key_of_another_syncer_beside_the_secret_is_refused(

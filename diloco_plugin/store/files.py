@@ -13,11 +13,12 @@ from typing import Final
 
 from safetensors import SafetensorError
 
-from diloco_plugin.errors import StoreError
+from diloco_plugin.errors import DiLoCoError, NoRoomError, StoreError
 
 #: A file of this name is not finished: nothing refers to it.
 TEMPORARY: Final = ".tmp"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_FAILING: Final = (errno.EIO, errno.EROFS)
 
 
 def is_full(error: BaseException) -> bool:
@@ -26,6 +27,17 @@ def is_full(error: BaseException) -> bool:
         return error.errno in _FULL
     found = re.search(r"\(os error (\d+)\)", str(error))
     return isinstance(error, OSError | SafetensorError) and bool(found and int(found[1]) in _FULL)
+
+
+def disk_trouble(error: OSError, what: str) -> DiLoCoError | None:
+    """What to raise where `what` could not be made at a start and the disk is to blame; else None:
+    then the path is wrong.
+    """
+    if is_full(error):
+        return NoRoomError(f"{what}: the disk is full ({error}). Make room and start again.")
+    if error.errno in _FAILING:
+        return StoreError(f"{what}: the disk fails ({error}). Start again when it works.")
+    return None
 
 
 def temporary(path: Path) -> Path:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,46 +129,3 @@ def test_a_syncer_that_failed_to_start_lets_its_state_go(state: dict[str, Any]) 
             Syncer(taken)
     with running_syncer(**RUN, config=state):
         pass
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(ballast: Path) -> None:
-    """Take all the room that there is."""
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 512)
-
-
-def test_on_a_full_disk_nothing_is_announced_until_there_is_room(small_disk: Path) -> None:
-    config = {"state": str(small_disk / "state")}
-    with (
-        running_syncer(**RUN, config=config) as syncer,
-        Trainee(small_model(), syncer.address, "a") as trainee,
-    ):
-        trainee.wait(lambda: trainee.merged >= 2)
-        ballast = small_disk / "ballast"
-        fill(ballast)
-        trainee.wait(lambda: syncer.status()["rounds"]["stuck"], 30)
-        assert any("room" in problem for problem in syncer.status()["problems"])
-        stuck, steps = versions(syncer), trainee.steps
-        # others still get in and take the last version that is durable
-        with Trainee(small_model(1), syncer.address, "b") as late:
-            late.wait(lambda: late.steps > 5)
-            trainee.wait(lambda: trainee.steps > steps + 50)
-            assert versions(syncer) == stuck
-            ballast.unlink()
-            trainee.wait(lambda: sum(versions(syncer)) > sum(stuck) + 4, 30)
-        assert not syncer.status()["rounds"]["stuck"]
-    with running_syncer(**RUN, config=config) as syncer:
-        assert sum(versions(syncer)) > sum(stuck)

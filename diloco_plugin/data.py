@@ -83,12 +83,14 @@ def _place(address: str, name: str, keys: LineKeys | Insecure | None) -> tuple[i
     if answer.count == 0:
         raise ConfigError(
             f"the syncer at {address} does not know how many learners will divide the data: start"
-            " it with --learners N, or call shard(dataset, index=..., count=...)."
+            " it with --learners N (and --override, if it goes on from its --state), or call"
+            " shard(dataset, index=..., count=...)."
         )
     if answer.index >= answer.count:
         log.warning(
             "learner %r is number %d of %d expected ones: it shares its part of the data with"
-            " another; start the syncer with more --learners",
+            " another; start the syncer again with more --learners (and --override, if it goes on"
+            " from its --state)",
             name,
             answer.index + 1,
             answer.count,

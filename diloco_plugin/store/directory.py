@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from diloco_plugin.errors import ConfigError, DiLoCoError, StateLockedError
+from diloco_plugin.errors import ConfigError, DiLoCoError, StateLockedError, disk_trouble
 from diloco_plugin.store import files
 from diloco_plugin.store.formats import LOCK
 
@@ -49,7 +49,7 @@ def lock_directory(directory: Path) -> int:
 
 def _unusable(directory: Path, error: OSError, what: str, instead: str) -> DiLoCoError:
     text = f"state: {directory} cannot be {what}"
-    return files.disk_trouble(error, text) or ConfigError(f"{text} ({error}). Use {instead}.")
+    return disk_trouble(error, text) or ConfigError(f"{text} ({error}). Use {instead}.")
 
 
 def evidence_folder(root: Path) -> Path:

@@ -5,7 +5,6 @@ Every step goes through ``os``, one call a line: their order is what makes a fil
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from pathlib import Path
@@ -13,31 +12,18 @@ from typing import Final
 
 from safetensors import SafetensorError
 
-from diloco_plugin.errors import DiLoCoError, NoRoomError, StoreError
+from diloco_plugin.errors import FULL, StoreError
 
 #: A file of this name is not finished: nothing refers to it.
 TEMPORARY: Final = ".tmp"
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_FAILING: Final = (errno.EIO, errno.EROFS)
 
 
 def is_full(error: BaseException) -> bool:
     """Says whether `error` means that there is no room, also when it comes from safetensors."""
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _FULL
+        return error.errno in FULL
     found = re.search(r"\(os error (\d+)\)", str(error))
-    return isinstance(error, OSError | SafetensorError) and bool(found and int(found[1]) in _FULL)
-
-
-def disk_trouble(error: OSError, what: str) -> DiLoCoError | None:
-    """What to raise where `what` could not be made at a start and the disk is to blame; else None:
-    then the path is wrong.
-    """
-    if is_full(error):
-        return NoRoomError(f"{what}: the disk is full ({error}). Make room and start again.")
-    if error.errno in _FAILING:
-        return StoreError(f"{what}: the disk fails ({error}). Start again when it works.")
-    return None
+    return isinstance(error, OSError | SafetensorError) and bool(found and int(found[1]) in FULL)
 
 
 def temporary(path: Path) -> Path:

@@ -11,10 +11,9 @@ from typing import Final
 from torch import Tensor
 
 from diloco_plugin.config import SyncerConfig
-from diloco_plugin.errors import ConfigError
+from diloco_plugin.errors import ConfigError, disk_trouble
 from diloco_plugin.hub import Publisher, parse
 from diloco_plugin.modelfile import write_model
-from diloco_plugin.store.files import disk_trouble
 
 log = logging.getLogger("diloco.syncer")
 

@@ -19,8 +19,7 @@ import msgspec
 from diloco_plugin.core.actions import SyncerAction
 from diloco_plugin.core.events import SyncerEvent
 from diloco_plugin.core.syncer import SyncerCore
-from diloco_plugin.errors import ConfigError
-from diloco_plugin.store.files import disk_trouble
+from diloco_plugin.errors import ConfigError, disk_trouble
 from diloco_plugin.store.records import RecordFile
 from diloco_plugin.tape.codec import Step, encode_step, join_steps
 from diloco_plugin.tape.freezing import freeze

@@ -11,9 +11,13 @@ if TYPE_CHECKING:
 _HORIZONS: Final = 10
 
 
-def advice(config: SyncerConfig) -> list[str]:
-    """Sentences to log at start, each with the values it is about and what to do; usually none."""
-    found = [_momentum(config), _short(config), _lockstep(config), _nowhere(config)]
+def advice(config: SyncerConfig, *, goes_on: bool = False) -> list[str]:
+    """Sentences to log at start, each with the values it is about and what to do; usually none.
+
+    A run that goes on has its momentum, and cannot change what the first two are about.
+    """
+    found = [] if goes_on else [_momentum(config), _short(config)]
+    found += [_lockstep(config), _nowhere(config)]
     return [sentence for sentence in found if sentence]
 
 

@@ -84,7 +84,8 @@ def _place(address: str, name: str, keys: LineKeys | Insecure | None) -> tuple[i
     if answer.count == 0:
         raise ConfigError(
             f"the syncer at {address} does not know how many learners will divide the data: start"
-            " it with --learners N, or call shard(dataset, index=..., count=...)."
+            " it with --learners N (and --override, if it goes on from its --state), or call"
+            " shard(dataset, index=..., count=...)."
         )
     if answer.index >= answer.count:
         log.warning("%s", caution_about_place(answer.index, answer.count))

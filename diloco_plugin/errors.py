@@ -19,6 +19,13 @@ The last sentence of a message says what to do.
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+#: No room, and a disk that fails or takes no writes: these may pass.
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+FAILING: Final = (errno.EIO, errno.EROFS)
+
 
 class DiLoCoError(Exception):
     """Base of every error this package raises on purpose."""
@@ -106,3 +113,14 @@ class WireError(DiLoCoError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+def disk_trouble(error: OSError, what: str) -> DiLoCoError | None:
+    """What to raise where `what` could not be made at a start and the disk is to blame; else None:
+    then the path is wrong.
+    """
+    if error.errno in FULL:
+        return NoRoomError(f"{what}: the disk is full ({error}). Make room and start again.")
+    if error.errno in FAILING:
+        return StoreError(f"{what}: the disk fails ({error}). Start again when it works.")
+    return None

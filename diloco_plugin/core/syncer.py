@@ -214,7 +214,7 @@ class SyncerCore:
         if self.parameters.lockstep and holder is None and len(self.members) >= expected:
             return (
                 "full",
-                f"all {expected} places of this lockstep run are taken: raise --learners.",
+                f"all {expected} places of this lockstep run are taken: more need another run.",
             )
         return None
 

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from diloco_plugin.errors import ConfigError, StateLockedError
+from diloco_plugin.errors import ConfigError, DiLoCoError, StateLockedError, disk_trouble
 from diloco_plugin.store import files
 from diloco_plugin.store.formats import LOCK
 
@@ -18,6 +18,7 @@ def lock_directory(directory: Path) -> int:
     Raises:
         StateLockedError: another process holds it.
         ConfigError: the directory cannot be used.
+        NoRoomError, StoreError: the disk is full, or fails.
     """
     path = directory / LOCK
     try:
@@ -26,7 +27,7 @@ def lock_directory(directory: Path) -> int:
             files.sync_folder(directory.parent)
         lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"state: {directory} cannot be used ({error}). Use another.") from error
+        raise _unusable(directory, error, "used", "another") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
@@ -39,13 +40,16 @@ def lock_directory(directory: Path) -> int:
         ) from None
     except OSError as error:
         os.close(lock)
-        raise ConfigError(
-            f"state: {directory} cannot be locked ({error}). Use a file system with locks and room."
-        ) from error
+        raise _unusable(directory, error, "locked", "a file system with locks") from error
     except BaseException:
         os.close(lock)
         raise
     return lock
+
+
+def _unusable(directory: Path, error: OSError, what: str, instead: str) -> DiLoCoError:
+    text = f"state: {directory} cannot be {what}"
+    return disk_trouble(error, text) or ConfigError(f"{text} ({error}). Use {instead}.")
 
 
 def evidence_folder(root: Path) -> Path:

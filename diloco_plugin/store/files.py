@@ -5,7 +5,6 @@ Every step goes through ``os``, one call a line: their order is what makes a fil
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from pathlib import Path
@@ -13,19 +12,18 @@ from typing import Final
 
 from safetensors import SafetensorError
 
-from diloco_plugin.errors import StoreError
+from diloco_plugin.errors import FULL, StoreError
 
 #: A file of this name is not finished: nothing refers to it.
 TEMPORARY: Final = ".tmp"
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: BaseException) -> bool:
     """Says whether `error` means that there is no room, also when it comes from safetensors."""
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _FULL
+        return error.errno in FULL
     found = re.search(r"\(os error (\d+)\)", str(error))
-    return isinstance(error, OSError | SafetensorError) and bool(found and int(found[1]) in _FULL)
+    return isinstance(error, OSError | SafetensorError) and bool(found and int(found[1]) in FULL)
 
 
 def temporary(path: Path) -> Path:

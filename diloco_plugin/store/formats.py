@@ -120,6 +120,7 @@ class Life(_Strict, frozen=True, kw_only=True):
         lineage: the oldest epoch whose announced versions are all durable.
         clean: it was closed with everything written.
         started: a run had been started.
+        start: what only that start was told, by key of the syncer's configuration.
     """
 
     format: int = FORMAT
@@ -128,6 +129,7 @@ class Life(_Strict, frozen=True, kw_only=True):
     durability: str
     clean: bool = False
     started: bool = False
+    start: dict[str, Any] = {}
 
 
 class _Sealed(_Strict, frozen=True, kw_only=True):

@@ -201,7 +201,13 @@ def _write(report: Report, manifest: Manifest, choices: list[_Choice]) -> None:
     known = [entry for entries in report.entries.values() for entry in entries.values()]
     epochs = [entry.record.epoch for entry in known] + [report.life.epoch if report.life else 1]
     # Not "commit": the next life begins a lineage, and removes newer files than are named here.
-    life = Life(epoch=max(epochs), lineage=max(epochs), durability="repaired", started=True)
+    life = Life(
+        epoch=max(epochs),
+        lineage=max(epochs),
+        durability="repaired",
+        started=True,
+        start=report.life.start if report.life else {},
+    )
     files.replace(root / EPOCH_FILE, seal(life))
     for folder in ("manifest", "journal", "frag"):
         files.make_folder(root / folder)

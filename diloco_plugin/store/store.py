@@ -55,6 +55,7 @@ class Store:
         past: the tree of the newest manifest, as JSON gives it back.
         records: of the merges after that manifest, in order. Only of earlier lives.
         notes: what was repaired, sentences for the log.
+        start: what `note_start` was told in the last life that told it anything.
     """
 
     def __init__(self, root: Path, lock: int, found: Recovered) -> None:
@@ -67,6 +68,7 @@ class Store:
         self.past = found.past
         self.records = list(found.records)
         self.notes = list(found.notes)
+        self.start: Mapping[str, Any] = found.life.start if found.life else {}
 
     @classmethod
     def open(cls, directory: Path, *, durability: str, now_ms: int) -> Store:
@@ -138,6 +140,7 @@ class Store:
                 lineage=self.lineage,
                 durability=durability,
                 started=found.run is not None,
+                start=dict(self.start),
             )
         )
 
@@ -145,7 +148,12 @@ class Store:
         files.replace(self._root / EPOCH_FILE, seal(life))
         self._life = life
 
-    def _change_life(self, **changes: bool) -> None:
+    def note_start(self, start: Mapping[str, Any]) -> None:
+        """How this life was started, for the next one to see. Raises as `commit` does."""
+        if start != self._life.start:
+            self._change_life(start=dict(start))
+
+    def _change_life(self, **changes: Any) -> None:
         with self._undoing("a note of this life") as undo:
             undo.append(lambda: files.remove(files.temporary(self._root / EPOCH_FILE)))
             self._write_life(msgspec.structs.replace(self._life, **changes))

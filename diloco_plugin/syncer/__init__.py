@@ -81,7 +81,7 @@ def serve(config: SyncerConfig, given: Collection[str] | None = None) -> int:
     syncer = Syncer(config, given)
     config = syncer.config
     log.info("run %r: learners join at %s", config.run, syncer.address)
-    for sentence in advice(config):
+    for sentence in advice(config, goes_on=syncer.goes_on):
         log.warning("%s", sentence)
 
     def stop(number: int, _: FrameType | None) -> None:

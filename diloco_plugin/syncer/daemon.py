@@ -38,9 +38,11 @@ from diloco_plugin.syncer.keeping import Keeper, past_of
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.output import NOT_WRITTEN, Output
 from diloco_plugin.syncer.resuming import (
+    compare_starts,
     open_store,
     reconcile,
     restore,
+    start_of,
 )
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.syncer.translation import event_of
@@ -76,6 +78,8 @@ class Syncer:
         try:
             if store is not None and store.run is not None:
                 config = reconcile(config, given, store.run)
+                past = past_of(store)
+                compare_starts(config, given, store.start, past.clock if past else 0)
             self._set_up(config, store)
         except BaseException:
             if store is not None:
@@ -84,6 +88,8 @@ class Syncer:
 
     def _set_up(self, config: SyncerConfig, store: Store | None) -> None:
         self.config = config
+        #: an earlier life has left a model
+        self.goes_on = store is not None and store.run is not None
         #: of the process, once `run()` has returned
         self.exit_code = 0
         self._output = Output(config)
@@ -125,6 +131,7 @@ class Syncer:
         self._merging = Merging(self._post, self._bulk.release)
         self._keeper: Keeper | None = None
         if store is not None:
+            store.note_start(start_of(config))
             self._keeper = Keeper(store, config.durability, config.interval_seconds(), self._post)
         self._intake = Intake(config, self._merging, self._bulk, self._keeper, init)
         if model is not None and store is not None and store.run is not None:

@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from diloco_plugin.config import SyncerConfig
-from diloco_plugin.errors import ConfigError
+from diloco_plugin.errors import ConfigError, disk_trouble
 from diloco_plugin.hub import Publisher, parse
 from diloco_plugin.modelfile import write_model
 
@@ -28,6 +28,7 @@ class Output:
     Raises:
         ConfigError: `export` cannot be written there, or huggingface_hub is not installed. Found at
             the start: at the end it would cost the model.
+        NoRoomError, StoreError: the disk is full, or fails; found at the start as well.
     """
 
     def __init__(self, config: SyncerConfig) -> None:
@@ -80,6 +81,7 @@ def _probe(path: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".diloco-"):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"export={str(path)!r} cannot be written ({error}): choose a folder that can be."
+        what = f"export={str(path)!r} cannot be written"
+        raise disk_trouble(error, what) or ConfigError(
+            f"{what} ({error}): choose a folder that can be."
         ) from None

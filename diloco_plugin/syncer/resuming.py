@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from diloco_plugin._version import __version__
 from diloco_plugin.config import SyncerConfig, parameters_from, parameters_to
@@ -25,6 +25,8 @@ log = logging.getLogger("diloco.syncer")
 CHANGEABLE: Final = frozenset(
     {"quorum", "grace", "outer_lr", "max_staleness", "norm_guard", "lease", "close_timeout"}
 )
+#: What a state does not bring back: every start must say it.
+EACH_START: Final = ("bind", "steps", "export", "publish", "keys", "tape", "durability")
 
 
 def open_store(config: SyncerConfig) -> Store | None:
@@ -57,7 +59,9 @@ def reconcile(config: SyncerConfig, given: Collection[str] | None, run: RunFile)
         old, new = getattr(before, item.name), getattr(now, item.name)
         if old == new or (given is not None and item.name not in given):
             continue
-        if config.override and item.name in CHANGEABLE:
+        # a lockstep run waits for so many: another number is another run
+        changeable = item.name in CHANGEABLE or (item.name == "learners" and not before.lockstep)
+        if config.override and changeable:
             changes[item.name] = new
         else:
             refused.append(f"{item.name}={old!r}, now {new!r}")
@@ -67,11 +71,46 @@ def reconcile(config: SyncerConfig, given: Collection[str] | None, run: RunFile)
         raise ConfigError(
             f"the run in {config.state} was started with {'; '.join(refused)}. Leave these out to"
             " go on with it, or start a new run in another --state;"
-            f" {', '.join(sorted(CHANGEABLE))} may be changed with --override."
+            f" {', '.join(sorted(CHANGEABLE))} and, outside lockstep, learners may be changed with"
+            " --override."
         )
     if changes:
         log.info("changed by --override: %s", ", ".join(f"{k}={v}" for k, v in changes.items()))
     return replace(config, run=run.run, parameters=replace(before, **changes))
+
+
+def start_of(config: SyncerConfig) -> dict[str, Any]:
+    """What this start is told, for the next one to compare."""
+    return {key: getattr(config, key) for key in EACH_START}
+
+
+def compare_starts(
+    config: SyncerConfig, given: Collection[str] | None, last: Mapping[str, Any], clock: int
+) -> None:
+    """Warns of what only the last start was told, of a run that has come to step `clock`.
+
+    Raises:
+        ConfigError: the run is beyond the last step asked for, and the last start asked for another
+            one. If it asked for the same, the run was ending: it ends again, and is exported.
+    """
+    if 0 < config.steps <= clock and config.steps != last.get("steps"):
+        raise ConfigError(
+            f"steps={config.steps}: the run in {config.state} has already reached step {clock}."
+            " Give more --steps, or leave it out to train until told to stop."
+        )
+    if 0 < config.steps <= clock:
+        log.info("the run had reached its last step (%d) before: it ends again", config.steps)
+    missing = [
+        f"{key}={value!r}"
+        for key, value in last.items()
+        if given is not None and key not in given and value != getattr(config, key, value)
+    ]
+    if missing:
+        log.warning(
+            "the last start had %s, and this one has not: a state remembers the parameters of its"
+            " run only; give these again if you still want them",
+            ", ".join(missing),
+        )
 
 
 def run_file(

@@ -19,7 +19,7 @@ import msgspec
 from diloco_plugin.core.actions import SyncerAction
 from diloco_plugin.core.events import SyncerEvent
 from diloco_plugin.core.syncer import SyncerCore
-from diloco_plugin.errors import ConfigError
+from diloco_plugin.errors import ConfigError, disk_trouble
 from diloco_plugin.store.records import RecordFile
 from diloco_plugin.tape.codec import Step, encode_step, join_steps
 from diloco_plugin.tape.freezing import freeze
@@ -50,7 +50,9 @@ class Recorder:
         total_bytes: int = TOTAL_BYTES,
         flush_seconds: float = FLUSH_SECONDS,
     ) -> None:
-        """Raises ConfigError: there is no such directory, and none can be made, to write to."""
+        """Raises ConfigError: there is no such directory, and none can be made, to write to;
+        NoRoomError, StoreError: because the disk is full, or fails.
+        """
         _probe(directory)
         #: why the tape has ended before its time, or empty
         self.trouble = ""
@@ -190,8 +192,9 @@ def _probe(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"tape={str(directory)!r} cannot be written to ({error}): choose another directory."
+        what = f"tape={str(directory)!r} cannot be written to"
+        raise disk_trouble(error, what) or ConfigError(
+            f"{what} ({error}): choose another directory."
         ) from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import diloco_plugin
+from diloco_plugin import shard
 from diloco_plugin.config import SyncerConfig, parameters_from
 from diloco_plugin.errors import ConfigError, StateLockedError
 from diloco_plugin.status import fetch
@@ -115,6 +116,71 @@ def test_a_run_refuses_other_parameters_and_takes_those_that_may_change(
     unnamed.run()
 
 
+def test_the_number_of_learners_may_change_outside_lockstep(tmp_path: Path) -> None:
+    more = {"override": True, "bind": "tcp://127.0.0.1:*"}
+    state = str(tmp_path / "state")
+    with running_syncer(**RUN, learners=2, config={"state": state}) as syncer:
+        train_some(syncer, 1)
+    with running_syncer(**RUN, learners=3, config={"state": state, "override": True}) as syncer:
+        assert len(shard(range(9), syncer.address, name="a")) == 3
+    fixed = str(tmp_path / "lockstep")
+    with running_syncer(**RUN, lockstep=True, learners=1, config={"state": fixed}) as syncer:
+        train_some(syncer, 1)
+    two = parameters_from(RUN | {"lockstep": True, "learners": 2}, source="the test")
+    with pytest.raises(ConfigError, match="learners=1, now 2"):
+        Syncer(SyncerConfig(parameters=two, state=fixed, **more))
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_a_last_step_that_the_run_has_passed_is_refused(
+    state: dict[str, Any], override: bool
+) -> None:
+    with running_syncer(**RUN, config=state) as syncer:
+        train_some(syncer)
+        clock = syncer.status()["clock"]
+    for steps in (1, clock):  # and again: a refused start is not what the next one goes by
+        for _ in range(2):
+            short = SyncerConfig(steps=steps, parameters=parameters_from(RUN), **state)
+            with pytest.raises(ConfigError, match=rf"steps={steps}: .* reached step {clock}\."):
+                Syncer(replace(short, override=override))
+    with running_syncer(**RUN, config=state | {"steps": clock + 1}):
+        pass
+
+
+def test_a_run_that_has_ended_is_exported_again_by_the_same_command(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    export = tmp_path / "model.safetensors"
+    bind = f"tcp://127.0.0.1:{free_ports()}"
+    config = SyncerConfig(
+        bind=bind, steps=8, export=str(export), parameters=parameters_from(RUN), **state
+    )
+    with Trainee(small_model(), bind, "a"):
+        Syncer(config).run()
+    written = load_file(export)
+    export.unlink()
+    again = Syncer(config)
+    again.run()
+    assert again.exit_code == 0
+    exported = load_file(export)
+    assert exported.keys() == written.keys()
+    assert all(torch.equal(exported[name], value) for name, value in written.items())
+
+
+def test_what_only_the_last_start_was_told_is_named(state: dict[str, Any], tmp_path: Path) -> None:
+    export = str(tmp_path / "model.safetensors")
+    with running_syncer(**RUN, outer_momentum=0.9, config=state | {"export": export}) as syncer:
+        train_some(syncer, 1)
+    with Daemon("--state", state["state"], "--steps", "500") as daemon:
+        (line,) = [line for line in daemon.err.splitlines() if "the last start had" in line]
+        assert f"WARNING the last start had export='{export}', and this one has not" in line
+        assert "momentum" not in daemon.err, "nobody can change it any more"
+        daemon.send(signal.SIGTERM)
+        daemon.wait()
+    with Daemon("--state", state["state"], "--steps", "600") as daemon:
+        assert "the last start had" not in daemon.err
+
+
 def test_one_state_serves_one_syncer(state: dict[str, Any]) -> None:
     with running_syncer(**RUN, config=state):
         with pytest.raises(StateLockedError, match="state"):
@@ -131,46 +197,3 @@ def test_a_syncer_that_failed_to_start_lets_its_state_go(state: dict[str, Any]) 
             Syncer(taken)
     with running_syncer(**RUN, config=state):
         pass
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(ballast: Path) -> None:
-    """Take all the room that there is."""
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 512)
-
-
-def test_on_a_full_disk_nothing_is_announced_until_there_is_room(small_disk: Path) -> None:
-    config = {"state": str(small_disk / "state")}
-    with (
-        running_syncer(**RUN, config=config) as syncer,
-        Trainee(small_model(), syncer.address, "a") as trainee,
-    ):
-        trainee.wait(lambda: trainee.merged >= 2)
-        ballast = small_disk / "ballast"
-        fill(ballast)
-        trainee.wait(lambda: syncer.status()["rounds"]["stuck"], 30)
-        assert any("room" in problem for problem in syncer.status()["problems"])
-        stuck, steps = versions(syncer), trainee.steps
-        # others still get in and take the last version that is durable
-        with Trainee(small_model(1), syncer.address, "b") as late:
-            late.wait(lambda: late.steps > 5)
-            trainee.wait(lambda: trainee.steps > steps + 50)
-            assert versions(syncer) == stuck
-            ballast.unlink()
-            trainee.wait(lambda: sum(versions(syncer)) > sum(stuck) + 4, 30)
-        assert not syncer.status()["rounds"]["stuck"]
-    with running_syncer(**RUN, config=config) as syncer:
-        assert sum(versions(syncer)) > sum(stuck)

@@ -38,6 +38,13 @@ file (--config) or as DILOCO_SYNCER_<KEY>; a flag beats the environment, that th
 preset. `--print-config` shows the outcome and where each value came from."""
 
 
+_STATUS: Final = """\
+Show a running syncer: who is there, how far, and what is wrong. Counts are since it was started.
+joined: rounds that have merged the learner's progress, of those that asked for it; tokens: its work
+(samples, where its batches have no input_ids); lease: given up without a sign of life for so long.
+All of it: docs/operations.md."""
+
+
 _KEYGEN: Final = """\
 Make the keys of a syncer, or of the learner NAME. They encrypt what travels, and the syncer lets in
 only those whose NAME.pub is in its learners.d. Nothing is ever overwritten."""
@@ -100,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_syncer_flags(syncer)
     syncer.set_defaults(command_function=_syncer, command_parser=syncer)
 
-    status = commands.add_parser("status", help="show a running syncer", allow_abbrev=False)
+    status = commands.add_parser(
+        "status", help="show a running syncer", description=_STATUS, allow_abbrev=False
+    )
     _add_address(status)
     status.add_argument("--json", action="store_true", help="print the status as JSON")
     status.add_argument("--watch", action="store_true", help="print it every two seconds")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any, Final
 
 from torch.utils.data import Dataset, IterableDataset
 
 from diloco_plugin.config import default_address
-from diloco_plugin.core.policy import caution_about_place
 from diloco_plugin.credentials import learner_keys
 from diloco_plugin.errors import ConfigError, RefusedError
 from diloco_plugin.learner.naming import check_name, default_name
 from diloco_plugin.net.keys import Insecure, LineKeys
-
-log = logging.getLogger("diloco.learner")
 
 TIMEOUT_SECONDS: Final = 60.0
 
@@ -32,8 +28,9 @@ def shard(
     """This learner's own part of `dataset`: every `count`-th example, from the `index`-th on.
 
     The place comes from the syncer, which was started with `--learners N`; it stays the learner's
-    as long as it has the same name. With `index` and `count` nobody is asked. Within a learner of
-    several ranks, the usual distributed sampler divides the part further.
+    as long as it has the same name. One learner more than N shares the part of another, and is
+    warned when it joins. With `index` and `count` nobody is asked. Within a learner of several
+    ranks, the usual distributed sampler divides the part further.
 
     Args:
         dataset: a map-style or iterable PyTorch dataset, a Hugging Face dataset (divided by its own
@@ -87,8 +84,6 @@ def _place(address: str, name: str, keys: LineKeys | Insecure | None) -> tuple[i
             " it with --learners N (and --override, if it goes on from its --state), or call"
             " shard(dataset, index=..., count=...)."
         )
-    if answer.index >= answer.count:
-        log.warning("%s", caution_about_place(answer.index, answer.count))
     return answer.index % answer.count, answer.count
 
 

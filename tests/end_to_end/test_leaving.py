@@ -18,12 +18,28 @@ from tests.end_to_end.fleet import (
     sgd,
     small_model,
     train_step,
+    train_until,
 )
 from tests.end_to_end.forged import Forged, one_weight
 from tests.syncers import global_model, running_syncer
 from tests.waiting import until
 
 SIZE = 50
+
+
+def test_who_leaves_after_the_end_of_the_run_is_not_told_that_its_syncer_was_stopped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    values = {"sync_every": 2, "fragments": 1, "overlap": 0, "lease": 1.0, "close_timeout": 0.1}
+    with running_syncer(**values, config={"steps": 4}) as syncer:
+        learner = diloco_plugin.attach(model, optimizer, syncer.address, name="a")
+        train_until(model, optimizer, lambda: syncer._stopped)
+        until(lambda: not learner.connected)
+        learner.close()
+    assert "without a closing round: the run had ended (the run has reached its last" in caplog.text
+    assert "has stopped" not in caplog.text
 
 
 def test_closing_rounds_move_the_model_by_the_mean_of_what_was_left() -> None:

@@ -10,7 +10,7 @@
     ├── InvariantError       what must hold does not: nothing was served    (exit code 70)
     ├── LayoutError          a model cannot be laid out, or two models differ
     ├── UnsupportedError     this optimizer or strategy cannot be synced, and why
-    ├── RefusedError         the syncer said no at the door, ``code`` says which no (exit code 77)
+    ├── RefusedError         the syncer said no, or keys differ; ``code`` says which (exit code 77)
     ├── UnreachableError     no syncer answered in time                (exit code 69)
     └── WireError            bytes from a peer break the protocol (``reason`` is a fate's reason)
 
@@ -84,10 +84,10 @@ class UnsupportedError(DiLoCoError):
 
 
 class RefusedError(DiLoCoError):
-    """The syncer refused this learner at the door.
+    """The syncer refused this learner at the door, or they do not accept each other's keys.
 
     Attributes:
-        code: machine-readable reason, one of the refusal codes of ``core.policy``.
+        code: machine-readable reason, e.g. ``"name"``, ``"layout"`` or ``"key"``.
     """
 
     exit_code = 77

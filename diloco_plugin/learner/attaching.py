@@ -73,7 +73,8 @@ def attach(
 
     Raises:
         UnreachableError: no syncer answered within `connect_timeout`.
-        RefusedError: the syncer said no (another model, another run, a name that is taken, ...).
+        RefusedError: the syncer said no (another model, another run, a name that is taken,
+            keys that do not match, ...).
         LayoutError: the model cannot be synced.
         UnsupportedError: the optimizer cannot be synced.
         ConfigError: an argument is wrong.

@@ -222,7 +222,9 @@ def diagnose(status: dict[str, Any]) -> list[str]:
             f"{joined:.1f} of {len(live)} learners join a round: raise --quorum"
             f" (now {parameters['quorum']}) or --overlap (now {parameters['overlap']})."
         )
-    if rounds.get("stuck"):
+    if rounds.get("stuck") and status["state"] in ("empty", "seeding"):
+        problems.append(f"the first model cannot be saved: {rounds['stuck']}")
+    elif rounds.get("stuck"):
         problems.append(f"nothing is announced until there is room: {rounds['stuck']}")
     quiet = [learner["name"] for learner in learners if learner["state"] == "quiet"]
     if quiet:

@@ -206,7 +206,8 @@ def diagnose(status: dict[str, Any]) -> list[str]:
     problems = []
     parameters, rounds, learners = status["parameters"], status["rounds"], status["learners"]
     live = [learner for learner in learners if learner["state"] == "live"]
-    if status["state"] in ("empty", "seeding"):
+    empty = status["state"] in ("empty", "seeding")
+    if empty and not rounds.get("stuck"):
         problems.append(
             "no model yet: the first learner that joins brings it (or start with --init)."
         )
@@ -222,10 +223,11 @@ def diagnose(status: dict[str, Any]) -> list[str]:
             f"{joined:.1f} of {len(live)} learners join a round: raise --quorum"
             f" (now {parameters['quorum']}) or --overlap (now {parameters['overlap']})."
         )
-    if rounds.get("stuck") and status["state"] in ("empty", "seeding"):
-        problems.append(f"the first model cannot be saved: {rounds['stuck']}")
-    elif rounds.get("stuck"):
-        problems.append(f"nothing is announced until there is room: {rounds['stuck']}")
+    if rounds.get("stuck"):
+        what = (
+            "the first model cannot be saved" if empty else "nothing is announced for want of room"
+        )
+        problems.append(f"{what}: {rounds['stuck']}")
     quiet = [learner["name"] for learner in learners if learner["state"] == "quiet"]
     if quiet:
         problems.append(f"{', '.join(quiet)}: connected, but no training step for a while.")

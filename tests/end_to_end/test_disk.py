@@ -115,7 +115,8 @@ def test_a_disk_too_small_for_the_first_model_is_told_and_not_tried_without_end(
             assert daemon.err.count("ERROR") == 1
             problems = fetch(daemon.address)["problems"]
             assert any("first model cannot be saved" in problem for problem in problems)
-            assert check(daemon.address)[0] is False
+            with pytest.raises(RefusedError, match=told):
+                check(daemon.address)
             (small_disk / "ballast").unlink()
             trainee.wait(lambda: trainee.merged >= 2, 40)
         assert "there is room again" in daemon.err

@@ -272,6 +272,9 @@ def check(address: str, keys: str | None = None, timeout_seconds: float = TIMEOU
             f"{where} is {body['state']} at clock {body.get('clock', 0)} and takes no new learners;"
             " start it again, with more --steps if it has reached its end.",
         )
+    if body.get("state") in ("empty", "seeding") and body.get("rounds", {}).get("stuck"):
+        why = printable(body["rounds"]["stuck"])
+        raise RefusedError("room", f"{where} cannot save the first model: {why}")
     unreachable = _bulk_problem(address, body.get("bulk_port", 0), timeout_seconds)
     if unreachable:
         raise UnreachableError(f"{where} answers, but {unreachable}")

@@ -254,9 +254,10 @@ class Caution(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Action):
-    """Something worth a line in the log."""
+    """Something worth a line in the log; `urgent`: somebody has to do something."""
 
     text: str
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,9 +106,10 @@ class SeedReceived(FromLife):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedFailed(FromLife):
-    """The seeder's model cannot be used."""
+    """The seeder's model cannot be used, or (`full`) the disk has no room for it."""
 
     reason: str
+    full: bool = False
 
 
 class TookModel(FromLife):

@@ -206,7 +206,8 @@ def diagnose(status: dict[str, Any]) -> list[str]:
     problems = []
     parameters, rounds, learners = status["parameters"], status["rounds"], status["learners"]
     live = [learner for learner in learners if learner["state"] == "live"]
-    if status["state"] in ("empty", "seeding"):
+    empty = status["state"] in ("empty", "seeding")
+    if empty and not rounds.get("stuck"):
         problems.append(
             "no model yet: the first learner that joins brings it (or start with --init)."
         )
@@ -223,7 +224,10 @@ def diagnose(status: dict[str, Any]) -> list[str]:
             f" (now {parameters['quorum']}) or --overlap (now {parameters['overlap']})."
         )
     if rounds.get("stuck"):
-        problems.append(f"nothing is announced until there is room: {rounds['stuck']}")
+        what = (
+            "the first model cannot be saved" if empty else "nothing is announced for want of room"
+        )
+        problems.append(f"{what}: {rounds['stuck']}")
     quiet = [learner["name"] for learner in learners if learner["state"] == "quiet"]
     if quiet:
         problems.append(f"{', '.join(quiet)}: connected, but no training step for a while.")

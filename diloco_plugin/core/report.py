@@ -47,7 +47,7 @@ def status(core: SyncerCore, now_ns: int) -> dict[str, Any]:
             "merged": rounds.merged,
             "abandoned": rounds.abandoned,
             "in_flight": len(rounds.flights),
-            "stuck": rounds.stuck,
+            "stuck": rounds.stuck or core.room.reason,
             "queued": len(rounds.queue) + len(rounds.closings),
             "grace_s": rounds.grace_ns() / SECOND_NS,
             "quorum_s": rounds.quorum_ns / SECOND_NS,

@@ -398,7 +398,8 @@ class Rounds:
             self._drop(flight, reason)
             return
         if not self.stuck:
-            self._emit(act.Note(text=f"nothing is announced until there is room: {reason}"))
+            text = f"nothing is announced until there is room: {reason}"
+            self._emit(act.Note(text=text, urgent=True))
         self.stuck = reason
         flight.retry_ns = now_ns + policy.COMMIT_RETRY_NS
 

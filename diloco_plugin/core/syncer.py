@@ -19,6 +19,7 @@ from .handover import Handovers
 from .members import MEMBERS_MAX, Member, Members, Stage
 from .parameters import SECOND_NS, Parameters
 from .past import Past
+from .room import Room
 from .rounds import Rounds
 
 #: Learners that were turned away and are remembered by name.
@@ -68,6 +69,7 @@ class SyncerCore:
         self.refused: dict[str, int] = {}
         #: by name, the last ones of `refused` that were not let in since: how often, when last, why
         self.turned_away: dict[str, tuple[int, int, str]] = {}
+        self.room = Room()
         self._lineage = epoch if lineage is None else lineage
         self._seeded = seeded
         self._assembled = not parameters.lockstep
@@ -162,7 +164,7 @@ class SyncerCore:
             case ev.SeedReceived():
                 self._seed_received(member)
             case ev.SeedFailed():
-                self._turn_out(member, f"its model cannot seed the run: {event.reason}", tell=True)
+                self._seed_failed(member, event)
             case ev.TookModel():
                 if member.stage is Stage.TAKING:
                     self._make_live(member)
@@ -180,7 +182,11 @@ class SyncerCore:
 
     def _knock(self, knock: Knocked, now: int) -> None:
         holder = self.members.holder(knock.life.name)
-        refusal = knock.problem or self._fence(knock) or self._door_closed(knock.life, holder)
+        problem = knock.problem
+        if problem and problem[0] == "room":
+            self._no_room(problem[1])
+            problem = self.room.refusal(now)
+        refusal = problem or self._fence(knock) or self._door_closed(knock.life, holder)
         if refusal is not None:
             self._refuse(knock.life, *refusal)
         elif holder is None:
@@ -205,6 +211,9 @@ class SyncerCore:
     def _door_closed(self, life: Life, holder: Member | None) -> tuple[str, str] | None:
         if self.state in (RunState.STOPPING, RunState.STOPPED) and not self._ended:
             return "stopping", "the syncer is being stopped: training goes on, ask again later."
+        no_room = self.room.refusal(self._now_ns)
+        if no_room and self.state is RunState.EMPTY:
+            return no_room
         back = holder is not None and holder.life == life and self.state is RunState.ENDING
         if self._ended and not back:
             return "ended", "this run has reached its end: start a new run, or raise --steps."
@@ -340,6 +349,23 @@ class SyncerCore:
         if self.state is RunState.SEEDING:
             self.state = RunState.EMPTY
 
+    def _seed_failed(self, member: Member, event: ev.SeedFailed) -> None:
+        if event.full and self.state is RunState.SEEDING:
+            self._no_room(event.reason)
+        else:
+            self._turn_out(member, f"its model cannot seed the run: {event.reason}", tell=True)
+
+    def _no_room(self, reason: str) -> None:
+        """The first model cannot be saved: there is nothing to train together for now."""
+        if self.room.lack(self._now_ns, reason):
+            text = f"the first model cannot be saved, and learners are turned away: {reason}"
+            self._out.append(act.Note(text=text, urgent=True))
+        refusal = self.room.refusal(self._now_ns)
+        assert refusal is not None
+        for member in list(self.members):
+            self._refuse(member.life, *refusal)
+            self._turn_out(member, "there is no room for its model", tell=False)
+
     # ---- leaving ----
 
     def _turn_out(self, member: Member, reason: str, *, tell: bool) -> None:
@@ -382,6 +408,9 @@ class SyncerCore:
         self._expire(now)
         self._hand_out_model()
         if self.state is RunState.RUNNING:
+            if self.room.reason:
+                self.room.reason = ""
+                self._out.append(act.Note(text="there is room again: the first model is saved"))
             self._advance(now)
         if self.state in (RunState.RUNNING, RunState.ENDING):
             self.rounds.launch(now, self.clock)

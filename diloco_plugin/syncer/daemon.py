@@ -25,7 +25,7 @@ from diloco_plugin.core import events as ev
 from diloco_plugin.core import policy
 from diloco_plugin.core.events import Life
 from diloco_plugin.core.syncer import RunState, SyncerCore
-from diloco_plugin.errors import AddressInUseError, WireError
+from diloco_plugin.errors import AddressInUseError, NoRoomError, WireError
 from diloco_plugin.modelfile import load_init
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
@@ -321,10 +321,13 @@ class Syncer:
         problem = self._control.objection(heard, life) or policy.judge_hello(
             hello.protocol, msg.PROTOCOL, hello.run, self.config.run
         )
-        if problem is None:
+        if problem is None and self._core.room.refusal(now) is None:
             nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
-            text = self._intake.problem(hello, nobody=nobody)
-            problem = ("layout", text) if text else None
+            try:
+                text = self._intake.problem(hello, nobody=nobody)
+                problem = ("layout", text) if text else None
+            except NoRoomError as error:
+                problem = ("room", str(error))
         before = self._control.life_of(heard)
         if before is not None and before != life:  # one connection, one learner
             self._control.hang_up(before)
@@ -409,7 +412,7 @@ class Syncer:
             act.RefuseState: lambda a: self._send(a.joiner, msg.NoState(reason=a.reason)),
             act.CompleteRun: lambda a: self._tell_all(a.lives, msg.RunComplete(reason=a.reason)),
             act.Caution: self._caution,
-            act.Note: lambda a: log.info("%s", a.text),
+            act.Note: lambda a: log.log(logging.ERROR if a.urgent else logging.INFO, "%s", a.text),
             act.Stop: self._stop,
         }
 
@@ -586,6 +589,8 @@ class Syncer:
         body["quarantined"] = self._control.in_quarantine()
         body |= self._security.status()
         body["problems"] = [*self._security.problems(), *policy.diagnose(body)]
+        if self._keeper is not None and self._keeper.trouble:
+            body["problems"].append(self._keeper.trouble)
         if self._tape is not None and self._tape.trouble:
             body["problems"].append(f"{self._tape.trouble}; the run goes on")
         return body

@@ -10,7 +10,7 @@ from typing import Final
 from torch import Tensor
 
 from diloco_plugin.config import SyncerConfig
-from diloco_plugin.errors import ConfigError, LayoutError
+from diloco_plugin.errors import ConfigError, LayoutError, NoRoomError
 from diloco_plugin.store import RunFile
 from diloco_plugin.syncer.bulk import Bulk
 from diloco_plugin.syncer.keeping import Keeper
@@ -65,6 +65,9 @@ class Intake:
         """What differs between this learner's model and the run's, made by the first one.
 
         While nobody has brought a model (`nobody`), whoever knocks next may have another one.
+
+        Raises:
+            NoRoomError: the model given with --init cannot be saved.
         """
         if self._merging.model is not None and not nobody and self._far_off(hello):
             return (
@@ -133,7 +136,7 @@ class Intake:
         except Empty:
             problem = "the disk does not answer"
         if problem is not None:
-            raise LayoutError(f"the model given with --init cannot be saved: {problem}")
+            raise NoRoomError(problem)
 
     def keep_seed(self, done: Callable[[str | None], None]) -> None:
         """Merge thread: a learner's model is here; it is the run's once it is durable."""

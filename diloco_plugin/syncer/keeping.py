@@ -49,6 +49,8 @@ class Keeper:
     ) -> None:
         self.store = store
         self.past = past_of(store)
+        #: why nothing can be saved now (durability "interval")
+        self.trouble = ""
         self._run: RunFile | None = store.run
         self._durability = durability
         self._interval = interval_seconds
@@ -73,7 +75,7 @@ class Keeper:
 
     def begin(self, run: RunFile, model: GlobalModel, done: Callable[[str | None], None]) -> None:
         """The model was brought: once it is on disk the run exists. `done` is told in the store's
-        thread, with what is wrong if something is.
+        thread, with a sentence if the disk is full.
         """
 
         def job() -> None:
@@ -166,8 +168,14 @@ class Keeper:
         try:
             self._write(action, tensors, held)
         except NoRoomError as error:
-            log.warning("fragment %d is not saved: %s", action.fragment, error)
+            if not self.trouble:
+                log.error("nothing is saved until there is room: %s", error)
+            self.trouble = f"nothing is saved until there is room: {error}"
             self._dirty.setdefault(action.fragment, action)
+            return
+        if self.trouble:
+            log.info("there is room again: saving goes on")
+            self.trouble = ""
         self._fold_when_long()
 
     # ---- the end ----

@@ -93,19 +93,22 @@ class Merging:
     ) -> None:
         """Theta was filled by this learner: check and encode it, and let `keep` make it durable."""
 
-        def done(problem: str | None) -> None:
+        def failed(reason: str, *, full: bool) -> None:
             now = time.monotonic_ns()
-            if problem is None:
-                self._post(ev.SeedReceived(now_ns=now, life=life))
+            self._post(ev.SeedFailed(now_ns=now, life=life, reason=reason, full=full))
+
+        def kept(no_room: str | None) -> None:
+            if no_room is None:
+                self._post(ev.SeedReceived(now_ns=time.monotonic_ns(), life=life))
             else:
-                self._post(ev.SeedFailed(now_ns=now, life=life, reason=problem))
+                failed(no_room, full=True)
 
         def job() -> None:
             problem = self.the_model.complete_seed()
             if problem is None:
-                keep(done)
+                keep(kept)
             else:
-                done(problem)
+                failed(problem, full=False)
 
         self.submit(job)
 

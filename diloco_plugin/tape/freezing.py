@@ -26,6 +26,7 @@ from diloco_plugin.core.handover import Handover, Handovers, Leg
 from diloco_plugin.core.members import Ledger, Member, Members, Stage
 from diloco_plugin.core.norms import Norms
 from diloco_plugin.core.parameters import Parameters
+from diloco_plugin.core.room import Room
 from diloco_plugin.core.rounds import Rounds
 from diloco_plugin.core.syncer import RunState, SyncerCore
 from diloco_plugin.errors import DamagedError
@@ -34,7 +35,7 @@ _OBJECTS: Final[dict[str, type]] = {
     c.__name__: c
     for c in (
         SyncerCore, Members, Member, Ledger, Rounds, Round, Push, Norms, Claims, Claim, Knocked,
-        Parameters, Handovers, Handover, Closings,
+        Parameters, Handovers, Handover, Closings, Room,
     )
 }  # fmt: skip
 _ENUMS: Final[dict[str, type[Enum]]] = {

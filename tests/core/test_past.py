@@ -142,12 +142,17 @@ def test_what_finds_no_room_is_tried_again_and_nobody_hears_of_it_before(
     bench.do(ev.CommitFailed, round=pull.round, reason="the disk is full")
     assert not bench.of(act.Announce)
     assert not bench.fates()
+    assert bench.one(act.Note).urgent
     assert bench.core.status(0)["rounds"]["stuck"] == "the disk is full"
     assert bench.core.next_deadline_ns() <= bench.now_ms * MS + COMMIT_RETRY_NS
     bench.do(ev.Ticked, COMMIT_RETRY_NS // MS)
     assert bench.one(act.Commit) == first
+    bench.do(ev.CommitFailed, round=pull.round, reason="the disk is full")
+    assert not bench.of(act.Note), "said once"
+    bench.do(ev.Ticked, COMMIT_RETRY_NS // MS)
     bench.do(ev.CommitDone, round=pull.round)
     assert bench.one(act.Announce).version == 1
+    assert not bench.one(act.Note).urgent
     assert [fate for _, fate, _ in bench.fates()] == ["merged"]
     assert not bench.core.status(0)["rounds"]["stuck"]
 

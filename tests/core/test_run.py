@@ -49,6 +49,38 @@ def test_when_the_seeder_fails_the_next_one_seeds(syncer: Make, kind: type[ev.Ev
     assert bench.core.state is RunState.SEEDING, "that seed is not wanted any more"
 
 
+def test_without_room_for_the_first_model_everybody_is_told_and_the_pauses_grow(
+    syncer: Make,
+) -> None:
+    bench = _empty(syncer())
+    no_room = "the disk is full"
+    bench.knock("a")
+    bench.knock("b")
+    bench.do(ev.SeedFailed, life=bench.life("a"), reason=no_room, full=True)
+    assert {(a.life.name, a.code) for a in bench.of(act.Refuse)} == {("a", "room"), ("b", "room")}
+    assert all(no_room in a.text for a in bench.of(act.Refuse))
+    assert bench.one(act.Note).urgent
+    assert not bench.of(act.RequestSeed), "that would fill the disk without end"
+    assert bench.core.status(0)["rounds"]["stuck"] == no_room
+
+    pauses = []
+    for _ in range(8):
+        began = bench.now_ms
+        while not bench.of(act.RequestSeed):
+            bench.knock("c")
+            bench.now_ms += 499
+        pauses.append((bench.now_ms - began) // 1000)
+        bench.do(ev.SeedFailed, life=bench.life("c"), reason=no_room, full=True)
+        assert not bench.of(act.Note), "said once"
+    assert pauses[:4] == [5, 10, 20, 40]
+    assert pauses[-1] == 300
+    bench.do(ev.Ticked, 301_000)
+    bench.knock("a")
+    bench.do(ev.SeedReceived, life=bench.life("a"))
+    assert not bench.core.status(0)["rounds"]["stuck"]
+    assert bench.core.state is RunState.RUNNING
+
+
 def test_a_seeder_that_reconnects_is_asked_again(syncer: Make) -> None:
     bench = _empty(syncer())
     bench.knock("a")

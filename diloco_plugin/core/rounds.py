@@ -352,6 +352,13 @@ class Rounds:
         self.abandoned += 1
         self._emit(act.Drop(round=flight.number, fragment=flight.fragment, reason=reason))
 
+    def _ask_again(self, flight: Round) -> None:
+        """Who gave nothing hears no fate, and still waits for what its closing round announces."""
+        for life in sorted(flight.requesters):
+            member = self._members.get(life)
+            if member is not None and flight.asked[life] is Ask.NOTHING:
+                self.ask_closing(member, (flight.fragment,))
+
     # ---- merged, committed ----
 
     def merge_done(self, number: int, ok: bool) -> None:
@@ -363,6 +370,7 @@ class Rounds:
                 self._tell(life, number, flight.fragment, Fate.REJECTED, "merge not finite")
             flight.pushes.clear()
             self._drop(flight, "the merged fragment was not finite")
+            self._ask_again(flight)
             return
         flight.phase = Phase.COMMITTING
         self._commit(flight)

@@ -360,6 +360,21 @@ def test_a_closing_round_waits_for_who_asked_for_it(syncer: Make) -> None:
     assert bench.one(act.Announce).exact
 
 
+def test_a_closing_round_whose_merge_is_not_finite_is_opened_again_for_who_gave_nothing(
+    syncer: Make,
+) -> None:
+    bench = syncer(fragments=1, codec="bf16")
+    bench.join("a", "b")
+    bench.do(ev.CloseAsked, life=bench.life("b"), fragments=(0,))
+    for _ in range(4):
+        pull = bench.one(act.Pull)
+        assert pull.closing
+        bench.push("a", pull)
+        bench.nothing("b", pull)
+        bench.do(ev.MergeDone, round=pull.round, ok=False)
+    assert not bench.of(act.Pull), "not for ever"
+
+
 def test_a_closing_round_is_not_opened_without_who_asked_for_it(syncer: Make) -> None:
     bench = syncer(fragments=1)
     bench.join("a")

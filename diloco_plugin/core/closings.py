@@ -51,6 +51,10 @@ class Closings:
             elif flight.asked[life] is Ask.WAITING:
                 self.disregard(life)
 
+    def answered(self, life: Life) -> None:
+        """It does answer, if late: it may ask again."""
+        self._vain.discard(life.name)
+
     def disregard(self, life: Life) -> None:
         """It asked in vain."""
         self._vain.add(life.name)

@@ -171,6 +171,7 @@ class Rounds:
             return Fate.REJECTED, "not asked"
         ledger.answered[event.fragment] = event.round
         member.mute = False
+        self.closings.answered(member.life)
         if flight is None or not flight.open or state is Ask.GONE:
             return Fate.LATE, "the round is over"
         verdict = policy.judge_offer(

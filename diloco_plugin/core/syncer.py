@@ -170,8 +170,8 @@ class SyncerCore:
                     self._make_live(member)
                     member.moved_ns = now
             case ev.CloseAsked():
-                member.moved_ns = member.moved_ns if member.closing else now
-                member.closing = True
+                if not member.closing:  # whatever it did not answer before, it is here now
+                    member.closing, member.mute, member.moved_ns = True, False, now
                 self.rounds.ask_closing(member, event.fragments)
             case ev.Barred() | ev.Left() | ev.Vanished():
                 self._turn_out(member, _why_gone(event), tell=isinstance(event, ev.Barred))

@@ -99,3 +99,51 @@ def test_who_lets_a_closing_round_wait_for_bytes_is_not_heard_again(syncer: Make
     bench.do(ev.TransferFailed, life=life, round=pull.round, fragment=0, reason="stalled")
     bench.commit(pull)
     assert not _closing(bench, "half")
+
+
+def _goes_mute(bench: SyncerBench, name: str) -> None:
+    """It is asked, does not answer, and the others go on after its patience."""
+    bench.join("honest", name)
+    bench.clock(name, 4)
+    bench.clock("honest", 4)
+    pull = bench.one(act.Pull)
+    bench.push("honest", pull)
+    clock = 4
+    while not bench.of(act.Merge):
+        clock += 1
+        bench.clock("honest", clock)
+        bench.do(ev.Progressed, 500, life=bench.life(name), clock=clock, step_ns=1, tokens=1)
+    bench.commit(pull)
+    due = bench.one(act.Pull)
+    bench.nothing("honest", due)
+    assert bench.one(act.Drop).round == due.round, "nobody waits for it"
+
+
+def test_who_did_not_answer_a_round_is_still_waited_for_once_it_has_finished(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, quorum=2, lease=LEASE_MS / 1000)
+    _goes_mute(bench, "slow")
+    (pull,) = _closing(bench, "slow")
+    assert not bench.of(act.Merge)
+    assert not bench.of(act.Drop)
+    bench.nothing("honest", pull)
+    bench.push("slow", pull)
+    bench.commit(pull)
+    assert bench.fates() == [("slow", "merged", "version 2")]
+
+
+def test_who_answers_a_closing_round_too_late_may_ask_again(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
+    bench.join("honest", "slow")
+    (pull,) = _closing(bench, "slow")
+    bench.push("honest", pull)
+    while not bench.of(act.Merge):
+        bench.do(ev.Heard, 1, life=bench.life("slow"))
+        bench.do(ev.Heard, 1000, life=bench.life("honest"))
+    bench.commit(pull)
+    assert not _closing(bench, "slow")
+    bench.offer("slow", pull)
+    assert bench.fates() == [("slow", "late", "the round is over")]
+    (again,) = _closing(bench, "slow")
+    bench.nothing("honest", again)
+    bench.push("slow", again)
+    assert bench.of(act.Merge)

@@ -15,14 +15,16 @@ from typing import Final
 
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
+from diloco_plugin.core import policy
 from diloco_plugin.core.events import Life
-from diloco_plugin.core.parameters import Parameters
+from diloco_plugin.core.parameters import SECOND_NS, Parameters
 from diloco_plugin.core.syncer import RunState, SyncerCore
 from diloco_plugin.testing import Learner, World
 
 LEASE: Final = 4.0
-#: After that many leases of peace, merges must have resumed.
-RESUME_LEASES: Final = 3
+#: After so many seconds of peace, merges must have resumed: a lease until the dead are noticed,
+#: the longest pause between two calls of who waits for a place of theirs, and a lease to go on in.
+RESUME_S: Final = 2 * LEASE + policy.BACKOFF_MAX_NS / SECOND_NS
 HAPPENINGS: Final = 14
 STEPS_MS: Final = (30.0, 90.0, 250.0, 250.0)
 PAUSES: Final = (0.004, 0.03, 0.15, 0.15, 0.6, 0.6, 2.0)
@@ -254,9 +256,7 @@ class Scenario:
             world.learner(name, step_ms=50.0, label=f"{name} anew")
         merged = core.rounds.merged
         over = (RunState.ENDING, RunState.STOPPING, RunState.STOPPED)
-        world.run_until(
-            lambda: core.rounds.merged > merged or core.state in over, RESUME_LEASES * LEASE
-        )
+        world.run_until(lambda: core.rounds.merged > merged or core.state in over, RESUME_S)
         self.reached["merges have resumed"] += 1
 
     def leave(self) -> None:

@@ -75,6 +75,11 @@ class Member:
     rounds_asked: int = 0
     rounds_joined: int = 0
 
+    def close(self, now_ns: int) -> None:
+        """It has finished. Whatever it did not answer before, it is here now."""
+        if not self.closing:
+            self.closing, self.mute, self.moved_ns = True, False, now_ns
+
     def quiet(self, now_ns: int, lease_ns: int) -> bool:
         """Connected, but not training (validation, a debugger, a stuck data loader)."""
         return not self.closing and now_ns - self.moved_ns > self.patience_ns(lease_ns)

@@ -170,8 +170,7 @@ class SyncerCore:
                     self._make_live(member)
                     member.moved_ns = now
             case ev.CloseAsked():
-                if not member.closing:  # whatever it did not answer before, it is here now
-                    member.closing, member.mute, member.moved_ns = True, False, now
+                member.close(now)
                 self.rounds.ask_closing(member, event.fragments)
             case ev.Barred() | ev.Left() | ev.Vanished():
                 self._turn_out(member, _why_gone(event), tell=isinstance(event, ev.Barred))

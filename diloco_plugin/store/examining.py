@@ -57,6 +57,7 @@ class Report:
 
     Attributes:
         problems: one sentence for each; none: the syncer can start.
+        run: from run.json, or its copy in epoch.json.
         damaged: the files that are not what was written there.
         manifest: the newest that can be read; without one its `past` is lost.
         entries: by fragment and version, all that is known for sure.
@@ -97,7 +98,15 @@ def examine(directory: Path) -> Report:
     report = Report(directory)
     report.life = _sealed(report, directory / EPOCH_FILE, Life)
     report.run = _sealed(report, directory / RUN_FILE, RunFile)
-    for number in reversed(numbers(directory, "manifest")):
+    if report.run is None and report.life is not None:
+        report.run = report.life.run
+    manifests = numbers(directory, "manifest")
+    if report.life and not report.life.started and not manifests:
+        raise ConfigError(
+            f"state: no run has begun in {directory}, so there is nothing to repair. Start the"
+            " syncer with it."
+        )
+    for number in reversed(manifests):
         report.manifest = _sealed(report, manifest_path(directory, number), Manifest)
         if report.manifest:
             break

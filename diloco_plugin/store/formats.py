@@ -121,6 +121,7 @@ class Life(_Strict, frozen=True, kw_only=True):
         clean: it was closed with everything written.
         started: a run had been started.
         start: what only that start was told, by key of the syncer's configuration.
+        run: a copy of what is in run.json, against its loss.
     """
 
     format: int = FORMAT
@@ -130,6 +131,7 @@ class Life(_Strict, frozen=True, kw_only=True):
     clean: bool = False
     started: bool = False
     start: dict[str, Any] = {}
+    run: RunFile | None = None
 
 
 class _Sealed(_Strict, frozen=True, kw_only=True):
@@ -170,7 +172,7 @@ def read_sealed(path: Path, kind: type[T]) -> T:
     except FileNotFoundError:
         raise damaged(path, "it is missing") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(path, f"it cannot be read ({error})") from error
+        raise damaged(path, "it is not what was written there") from error
 
 
 def damaged(path: Path, what: str) -> DamagedError:
@@ -199,7 +201,7 @@ def decode_entry(data: bytes | str, path: Path) -> Entry:
     try:
         return msgspec.json.decode(data, type=Entry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(path, f"a record of a merge cannot be read ({error})") from error
+        raise damaged(path, "a record of a merge is not what was written") from error
 
 
 def digest_of(tensor: Tensor) -> str:

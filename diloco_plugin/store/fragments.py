@@ -75,7 +75,7 @@ def read_fragment(path: Path) -> tuple[Entry, dict[str, Tensor]]:
     try:
         tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise damaged(path, f"it is no safetensors file ({error})") from error
+        raise damaged(path, "it is no whole safetensors file") from error
     digest = digest_record(entry.record, tensors)
     if digest != entry.record.digest:
         raise damaged(path, f"digest {entry.record.digest} was expected, it has {digest}")
@@ -87,5 +87,5 @@ def _entry(header: bytes, path: Path) -> Entry:
         metadata = msgspec.json.decode(header, type=_Header).metadata
         text = metadata[_KEY]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError) as error:
-        raise damaged(path, f"its header cannot be read ({error})") from error
+        raise damaged(path, "its header is not what was written") from error
     return decode_entry(text, path)

@@ -140,7 +140,9 @@ def _replay(root: Path, first: int, found: Recovered) -> None:
             found.notes.append(f"{path}: removed a journal without records that was not finished.")
             continue
         if scan.end == "damaged" or not scan.valid_bytes or (scan.end == "torn" and not last):
-            raise damaged(path, scan.reason.rstrip("."))
+            raise damaged(
+                path, scan.reason.replace(f"{path}: ", "").replace(str(path), "it").rstrip(".")
+            )
         for payload in scan.payloads:
             _follow(decode_entry(payload, path), path, found)
         found.journal, found.scan = number, scan

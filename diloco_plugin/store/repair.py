@@ -24,6 +24,7 @@ from diloco_plugin.store.examining import FragmentState, Report
 from diloco_plugin.store.formats import (
     EPOCH_FILE,
     JOURNAL_KIND,
+    RUN_FILE,
     THETA,
     Entry,
     Life,
@@ -98,6 +99,9 @@ def rebuild(
         manifest = _base(report, past)
         choices = _choose(report, replacements, accept_loss)
         notes = [choice.note for choice in choices if choice.note]
+        if not notes:
+            notes.append("Every fragment goes on from its newest version.")
+        notes += [f"{path.name} was made anew." for path in _sealed_files(report)]
         notes.append(_keep_evidence(report, choices))
         _write(report, manifest, choices)
         return [*notes, "All learners take the model anew when the syncer starts."]
@@ -121,8 +125,8 @@ def _locked(directory: Path) -> Iterator[None]:
 def _base(report: Report, past: Any | None) -> Manifest:
     if report.run is None:
         raise DamagedError(
-            f"{report.root}/run.json is damaged and cannot be made anew. Nothing was changed. Put a"
-            " copy of it back, or start a new run in another directory with --init."
+            f"{report.root}: run.json and its copy in epoch.json are lost. Nothing was changed. Put"
+            " a copy of either back, or start a new run in another directory with --init."
         )
     if report.manifest:
         return report.manifest
@@ -178,6 +182,15 @@ def _choice(
     return None
 
 
+def _sealed_files(report: Report) -> list[Path]:
+    """Those damaged files of which there is one and which is written again."""
+    return [
+        report.root / name
+        for name in (RUN_FILE, EPOCH_FILE)
+        if report.root / name in report.damaged
+    ]
+
+
 def _keep_evidence(report: Report, choices: list[_Choice]) -> str:
     """Copies what is damaged or given up, durably; the originals go once all is written."""
     for choice in choices:
@@ -193,7 +206,8 @@ def _keep_evidence(report: Report, choices: list[_Choice]) -> str:
     for path in kept:
         name = "-".join(path.relative_to(report.root).parts)
         files.replace(aside / name, path.read_bytes())
-    return f"{len(kept)} damaged files are kept in {aside}."
+    files_are = "file is" if len(kept) == 1 else "files are"
+    return f"{len(kept)} damaged {files_are} kept in {aside}."
 
 
 def _write(report: Report, manifest: Manifest, choices: list[_Choice]) -> None:
@@ -207,7 +221,11 @@ def _write(report: Report, manifest: Manifest, choices: list[_Choice]) -> None:
         durability="repaired",
         started=True,
         start=report.life.start if report.life else {},
+        run=report.run,
     )
+    assert report.run is not None
+    if root / RUN_FILE in report.damaged:
+        files.replace(root / RUN_FILE, seal(report.run))
     files.replace(root / EPOCH_FILE, seal(life))
     for folder in ("manifest", "journal", "frag"):
         files.make_folder(root / folder)
@@ -233,7 +251,7 @@ def _write(report: Report, manifest: Manifest, choices: list[_Choice]) -> None:
         for choice in choices
     }
     for path in report.damaged:
-        if path not in written and path != root / EPOCH_FILE:
+        if path not in written and path not in (root / EPOCH_FILE, root / RUN_FILE):
             files.remove(path)
 
 

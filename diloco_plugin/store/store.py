@@ -141,6 +141,7 @@ class Store:
                 durability=durability,
                 started=found.run is not None,
                 start=dict(self.start),
+                run=found.run,
             )
         )
 
@@ -200,10 +201,10 @@ class Store:
                 self._journal.close()
             self._journal, self._newest, self.run = journal, newest, run
         self._collect(newest)
-        if not self._life.started:
-            # Only against the loss of all manifests later, and the next life makes up for it.
+        if not self._life.started or self._life.run != run:
+            # Only against the loss of other files later, and the next life makes up for it.
             with contextlib.suppress(NoRoomError):
-                self._change_life(started=True)
+                self._change_life(started=True, run=run)
 
     def commit(self, record: MergeRecord, tensors: Mapping[str, Tensor]) -> MergeRecord:
         """A new version of a fragment, durable on return.

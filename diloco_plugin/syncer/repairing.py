@@ -103,8 +103,9 @@ def choices(report: Report, options: Options) -> list[str]:
     lost = _lost(report)
     if report.run is None:
         return [
-            "Nothing was changed. Without run.json nothing can be done: put a copy of it back, or"
-            " start a new run in another directory, with --init from an exported model."
+            "Nothing was changed. Without run.json and its copy in epoch.json nothing can be done:"
+            " put a copy of either back, or start a new run in another directory, with --init from"
+            " an exported model."
         ]
     lines = ["Nothing was changed. What can be done:"]
     if not lost:
@@ -202,7 +203,8 @@ def _refuse_silent_loss(options: Options, report: Report, found: Found) -> None:
         )
     elif any(state.base_digest for state in lost):
         ways.append(
-            f"Take it back from learners: `{options.command} --from-learners --bind ADDRESS`"
+            f"Take it back from learners: `{options.command} --from-learners --bind ADDRESS"
+            " [--keys DIR]`"
         )
     if all(state.held >= 0 for state in lost):
         ways.append(f"give it up: `{options.command} --write --accept-loss`")

@@ -74,7 +74,10 @@ def replay(path: Path, say: Callable[[str], None]) -> Replay:
         if not paths:
             raise ConfigError(f"{path} holds no tape: expected files such as 000001.tape.")
         for one in paths:
-            player.play(read_segment(one))
+            segment = read_segment(one)
+            if segment.foreign:
+                raise ConfigError(f"{one} is no tape: expected a file such as 000001.tape.")
+            player.play(segment)
             if player.result.difference:
                 break
     except OSError as error:

@@ -52,6 +52,11 @@ class Segment:
         """Was it cut off before its header was written?"""
         return not self.scan.payloads
 
+    @property
+    def foreign(self) -> bool:
+        """Is it neither called like a tape nor does it begin like one?"""
+        return number_of(self.path) is None and self.empty and self.scan.end == "damaged"
+
     def version(self) -> str:
         """The version of the package that made it. Raises DamagedError."""
         return self._header(_Maker).version

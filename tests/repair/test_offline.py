@@ -178,16 +178,17 @@ def test_when_nothing_is_left_of_a_fragment_nothing_can_be_accepted(
     assert content(state) == before
 
 
-def test_without_run_json_it_says_that_nothing_can_be_done(
+def test_without_run_json_and_its_copy_it_says_that_nothing_can_be_done(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rot(state / "run.json")
+    rot(state / "epoch.json")
     before = content(state)
     assert repair(state) == 4
-    assert "put a copy of it back" in capsys.readouterr().out
+    assert "put a copy of either back" in capsys.readouterr().out
     for flags in (["--write"], ["--from-learners", "--bind", "tcp://127.0.0.1:*"]):
         assert repair(state, *flags) == 4
-        assert "run.json is damaged" in capsys.readouterr().err
+        assert "run.json and its copy in epoch.json are lost" in capsys.readouterr().err
     assert content(state) == before
 
 
@@ -227,3 +228,13 @@ def test_a_directory_without_a_run_is_refused(
     assert "does not exist" in capsys.readouterr().err
     assert repair(tmp_path) == 78
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_a_state_in_which_no_run_has_begun_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    with running_syncer(config={"state": str(state)}):
+        pass
+    assert repair(state) == 78
+    assert "no run has begun" in capsys.readouterr().err

@@ -161,10 +161,24 @@ def test_a_rotten_newest_manifest_is_no_problem(state: Path) -> None:
     assert examine(state).problems == []
 
 
-def test_without_run_json_there_is_nothing_to_rebuild_for(state: Path) -> None:
+def test_run_json_is_made_anew_from_its_copy(state: Path) -> None:
+    whole = (state / "run.json").read_bytes()
+    for spoiling in (spoil, Path.unlink):
+        spoiling(state / "run.json")
+        refused(state)
+        assert "run.json was made anew." in rebuild(state, {})
+        assert (state / "run.json").read_bytes() == whole
+        store = opened(state)
+        assert held(store) == [3, 2]
+        store.close(clean=False)
+        assert (state / "run.json").read_bytes() == whole
+
+
+def test_without_run_json_and_its_copy_there_is_nothing_to_rebuild_for(state: Path) -> None:
     spoil(state / "run.json")
+    spoil(state / "epoch.json")
     before = content(state)
-    with pytest.raises(DamagedError, match="cannot be made anew"):
+    with pytest.raises(DamagedError, match="are lost"):
         rebuild(state, {})
     assert content(state) == before
 

@@ -149,7 +149,7 @@ def test_flipped_bits_are_found_or_end_the_tape_and_never_change_it(
     tmp_path: Path, payloads: list[bytes]
 ) -> None:
     data = write(tmp_path / "whole", payloads[:6]).read_bytes()
-    whole, path, draw = replay(tmp_path / "whole", print), tmp_path / "flipped", random.Random(1)
+    whole, path, draw = replay(tmp_path / "whole", print), tmp_path / "000001.tape", random.Random(1)
     damaged = 0
     for _ in range(500):
         flipped = bytearray(data)
@@ -194,18 +194,20 @@ PICKLES = (
 def test_pickled_bytes_are_refused_wherever_they_stand(
     tmp_path: Path, payloads: list[bytes], evil: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "bare").write_bytes(evil)
+    (tmp_path / "000001.tape").write_bytes(evil)
     write(tmp_path / "header", [evil])
     write(tmp_path / "steps", [payloads[0], evil])
     write(tmp_path / "state", [header_of(SyncerCore(Parameters(), epoch=1), state=evil)])
-    for name in ("bare", "header", "steps", "state"):
+    for name in ("000001.tape", "header", "steps", "state"):
         assert main(["replay", str(tmp_path / name)]) == 4
     assert "unpickled" not in capsys.readouterr().out
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path, payloads: list[bytes]) -> None:
-    with pytest.raises(DamagedError, match="no valid header of a tape"):
+    with pytest.raises(ConfigError, match=r"is no tape: expected a file such as 000001\.tape"):
         replay(write(tmp_path / "journal", payloads, kind="journal"), print)
+    with pytest.raises(DamagedError, match="no valid header of a tape"):
+        replay(write(tmp_path / "000001.tape", payloads, kind="journal"), print)
 
 
 def test_a_state_that_only_looks_like_one_gives_our_error(tmp_path: Path) -> None:

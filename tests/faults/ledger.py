@@ -11,6 +11,7 @@ import pytest
 
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
+from diloco_plugin.status import fetch
 from diloco_plugin.store.formats import (
     JOURNAL_KIND,
     MergeRecord,
@@ -20,8 +21,6 @@ from diloco_plugin.store.formats import (
 )
 from diloco_plugin.store.records import read_records
 from tests.end_to_end.fleet import Trainee
-
-#: How much longer than in CI everything here runs.
 
 
 class Ear:
@@ -67,15 +66,18 @@ class Ear:
         goal = self.total() + merges
         trainee.wait(lambda: self.total() >= goal, seconds, f"{merges} more merges")
 
-    def check(self, status: dict[str, Any]) -> None:
-        """Every version that was announced is there in a status of the syncer."""
-        versions = [fragment["version"] for fragment in status["fragments"]]
+    def check(self, address: str) -> dict[str, Any]:
+        """Every version announced until now is in the status of the syncer, which is given."""
         with self._lock:
-            for fragment, version in self.announced.items():
-                assert versions[fragment] >= version, (
-                    f"fragment {fragment}: version {version} was announced,"
-                    f" but the syncer goes on from {versions[fragment]}"
-                )
+            announced = dict(self.announced)
+        status = fetch(address)
+        versions = [fragment["version"] for fragment in status["fragments"]]
+        for fragment, version in announced.items():
+            assert versions[fragment] >= version, (
+                f"fragment {fragment}: version {version} was announced,"
+                f" but the syncer goes on from {versions[fragment]}"
+            )
+        return status
 
 
 class Ledger:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco_plugin.status import fetch
 from tests.end_to_end.fleet import Trainee, small_model
 from tests.end_to_end.processes import free_ports
 from tests.faults.ledger import Ear, Ledger
@@ -62,8 +61,7 @@ def test_a_syncer_killed_at_any_time_takes_nothing_back_and_merges_nothing_twice
         with nursery.start(bind, *flags) as syncer:
             syncer.ready()
             ready.append(time.monotonic() - started)
-            body = fetch(bind)
-            ear.check(body)
+            body = ear.check(bind)
             if not trainees:
                 trainees = [
                     Steady(small_model(i), bind, f"l{i}", data=i, step_seconds=0.002)
@@ -80,8 +78,7 @@ def test_a_syncer_killed_at_any_time_takes_nothing_back_and_merges_nothing_twice
                 continue
             for trainee in trainees:
                 trainee.finish(PATIENCE)
-            last = fetch(bind)
-            ear.check(last)
+            last = ear.check(bind)
             syncer.send(signal.SIGTERM)
             assert syncer.wait() == 0
     ledger.look()

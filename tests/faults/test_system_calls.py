@@ -90,7 +90,7 @@ class Run:
         """A syncer without a fault goes on with all that was announced."""
         with self.start() as syncer:
             syncer.ready()
-            self.ear.check(fetch(self.bind))
+            self.ear.check(self.bind)
             self.merge(4)
             assert self.trainee is not None
             self.trainee.finish(PATIENCE)
@@ -140,9 +140,7 @@ def test_on_a_full_disk_a_syncer_says_so_and_goes_on_when_there_is_room(
             run.trainee.wait(lambda: fetch(run.bind)["rounds"]["stuck"], PATIENCE, "it is stuck")
             assert any("room" in problem for problem in fetch(run.bind)["problems"])
             run.merge(6)
-            body = fetch(run.bind)
-            assert not body["rounds"]["stuck"]
-            run.ear.check(body)
+            assert not run.ear.check(run.bind)["rounds"]["stuck"]
             syncer.kill()
         run.ledger.look()
         run.ledger.check(run.ear)

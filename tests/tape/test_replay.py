@@ -149,7 +149,8 @@ def test_flipped_bits_are_found_or_end_the_tape_and_never_change_it(
     tmp_path: Path, payloads: list[bytes]
 ) -> None:
     data = write(tmp_path / "whole", payloads[:6]).read_bytes()
-    whole, path, draw = replay(tmp_path / "whole", print), tmp_path / "000001.tape", random.Random(1)
+    whole, path = replay(tmp_path / "whole", print), tmp_path / "000001.tape"
+    draw = random.Random(1)
     damaged = 0
     for _ in range(500):
         flipped = bytearray(data)

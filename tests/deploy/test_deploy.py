@@ -120,8 +120,10 @@ def bring(keys: Path, name: str, home: Path) -> None:
 
 
 def test_from_keygen_to_two_learners_on_other_machines(
-    machines: tuple[Machine, Machine], tmp_path: Path
+    machines: tuple[Machine, Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a learner of this process left its name there, for processes of its own
+    monkeypatch.delenv("DILOCO_NAME", raising=False)
     keys, state = tmp_path / "keys", tmp_path / "state"
     configuration = tmp_path / "syncer.toml"
     text = block("toml").replace("/etc/diloco/keys", str(keys)).replace(":5555", ":*")

@@ -43,15 +43,15 @@ _BY_ROLE: Final[dict[Role, dict[int, int]]] = {
 _EVERYWHERE: Final[dict[int, int]] = {
     zmq.LINGER: 0,  # the default hangs the exit of a process whose peer is dead
     zmq.HANDSHAKE_IVL: 5_000,  # a peer that connects and says nothing
-    # Finds dead connections, not dead programs: libzmq's own thread answers.
-    zmq.HEARTBEAT_IVL: 5_000,
-    zmq.HEARTBEAT_TIMEOUT: 20_000,
-    zmq.HEARTBEAT_TTL: 40_000,  # must stay under 60 s: it wraps at 65.5 s
+    # No heartbeats of libzmq's own: one that is due for a connection that was reset while its queue
+    # was full ends the process ("Assertion failed: !_io_error", libzmq #4364). Dead programs are
+    # found by leases, dead connections by the kernel, in half a minute.
+    zmq.HEARTBEAT_IVL: 0,
     zmq.TCP_KEEPALIVE: 1,  # NATs forget idle connections
-    zmq.TCP_KEEPALIVE_IDLE: 60,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 6,
-    zmq.TCP_MAXRT: 60_000,
+    zmq.TCP_KEEPALIVE_IDLE: 15,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 30_000,
 }
 
 _ROUTER: Final[dict[int, int | bytes]] = {

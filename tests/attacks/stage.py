@@ -186,7 +186,7 @@ def staged(folder: Path | None) -> Iterator[Stage]:
         stage.go_on(8)  # what is usual is known
         yield stage
         learners.close()
-        assert daemon.code is None, "the daemon has ended"
+        assert daemon.code is None, f"the daemon has ended ({daemon.code}): {daemon.err[-4000:]}"
         assert "Traceback" not in daemon.err
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle  # noqa: TID251  (what an attacker would send)
+import socket
+import struct
 import time
 from collections.abc import Iterator
 
@@ -92,6 +94,16 @@ def frames_without_end_in_plaintext(stage: Stage) -> Iterator[None]:
         for _ in range(64):
             zmtp.say(raw[1], part)
         yield
+
+
+def floods_that_end_with_a_reset(stage: Stage) -> Iterator[None]:
+    """The connection breaks while libzmq holds what it could not queue."""
+    flood = zmtp.frame(bytes(100)) * 400
+    for _ in range(20):
+        with stage.raw(zmtp.greeting(), zmtp.ready(), flood) as connections:
+            for raw in connections:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    yield
 
 
 def a_message_of_a_thousand_frames(stage: Stage) -> Iterator[None]:
@@ -228,6 +240,7 @@ ATTACKS = [
     a_header_of_4_gib_before_the_handshake,
     a_header_of_2_to_the_63_after_the_handshake,
     frames_without_end_in_plaintext,
+    floods_that_end_with_a_reset,
     a_message_of_a_thousand_frames,
     a_peer_of_zmtp_1_0,
     sockets_of_other_kinds,

@@ -361,6 +361,8 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         raw: dict[str, Any] = toml.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Check --config.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deep. Correct it there.") from None
     except ValueError as error:  # also wrong UTF-8
         raise ConfigError(f"{path} is not TOML: {error}. Correct it there.") from None
     known = KINDS | {"preset": "str"}

@@ -252,7 +252,9 @@ class SyncerCore:
                 self._seeded = False
                 text = "it comes from an earlier life of the syncer: its model is taken, not --init"
                 self._out.append(act.Note(text=f"learner {knock.life.name!r}: {text}"))
-        self.turned_away.pop(knock.life.name, None)
+        for name in list(self.turned_away):  # whose key was barred goes by name and key
+            if name.split(" ")[0] == knock.life.name:
+                del self.turned_away[name]
         keep = self._may_keep(knock)
         member = self.members.add(
             knock.life, now, self.parameters.lease_ns, self.clock, knock.data_seed

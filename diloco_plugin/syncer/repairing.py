@@ -174,6 +174,12 @@ def _from_learners(
     ]
     if not wanted:
         return {}
+    had = report.life.start.get("keys") if report.life else ""
+    if had and not options.keys:
+        raise ConfigError(
+            f"keys: the syncer had the keys in {had}, and its learners talk to nobody else. Add"
+            f" --keys {had}."
+        )
     config = SyncerConfig(
         bind=options.bind,
         run=run.run,

@@ -54,7 +54,9 @@ def reconcile(config: SyncerConfig, given: Collection[str] | None, run: RunFile)
         ConfigError: something that may not change, or not without --override, was asked for.
     """
     before = parameters_from(run.parameters, source=f"{config.state}/run.json")
-    now, changes, refused = config.parameters, {}, []
+    now, changes = config.parameters, {}
+    refused: list[str] = []
+    fixed: list[str] = []
     for item in fields(Parameters):
         old, new = getattr(before, item.name), getattr(now, item.name)
         if old == new or (given is not None and item.name not in given):
@@ -65,14 +67,19 @@ def reconcile(config: SyncerConfig, given: Collection[str] | None, run: RunFile)
             changes[item.name] = new
         else:
             refused.append(f"{item.name}={old!r}, now {new!r}")
+            if not changeable:
+                fixed.append(item.name)
     if config.run != run.run and (given is None or "run" in given):
         refused.append(f"run={run.run!r}, now {config.run!r}")
+        fixed.append("run")
     if refused:
+        what = f"the run in {config.state} was started with {'; '.join(refused)}."
+        if not fixed:
+            raise ConfigError(f"{what} Add --override to change that, or leave it out.")
         raise ConfigError(
-            f"the run in {config.state} was started with {'; '.join(refused)}. Leave these out to"
-            " go on with it, or start a new run in another --state;"
-            f" {', '.join(sorted(CHANGEABLE))} and, outside lockstep, learners may be changed with"
-            " --override."
+            f"{what} Leave that out to go on with it, or start a new run in another --state:"
+            f" {' and '.join(fixed)} cannot be changed, --override or not ("
+            f"{', '.join(sorted(CHANGEABLE))} and, outside lockstep, learners can)."
         )
     if changes:
         log.info("changed by --override: %s", ", ".join(f"{k}={v}" for k, v in changes.items()))

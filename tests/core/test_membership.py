@@ -273,3 +273,13 @@ def test_who_is_barred_leaves_no_claim_behind(syncer: Make) -> None:
     bench.do(ev.Ticked, 5000)
     assert not bench.of(act.Admit)
     assert not len(bench.core.members)
+
+
+def test_who_was_barred_and_is_let_in_again_is_no_problem_any_more(syncer: Make) -> None:
+    bench = syncer()
+    barred = ev.Life("a (key 1234, taken off the list)", "0" * 32)
+    bench.do(ev.Knocked, life=barred, fragments=bench.fragments, problem=("key", "not admitted"))
+    bench.knock("ab")
+    assert list(bench.core.turned_away) == [barred.name]
+    bench.knock("a")
+    assert not bench.core.turned_away

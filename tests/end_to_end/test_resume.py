@@ -22,6 +22,7 @@ from diloco_plugin.syncer import Syncer
 from tests.end_to_end.fleet import Trainee, merged, sgd, small_model, train_until
 from tests.end_to_end.processes import Daemon, free_ports
 from tests.syncers import global_model, running_syncer
+from tests.waiting import until
 
 RUN = {"sync_every": 4, "fragments": 2, "overlap": 1}
 
@@ -50,6 +51,7 @@ def test_after_an_orderly_stop_a_run_goes_on_as_it_was(
     config = state | {"durability": durability}
     with running_syncer(**RUN, codec=codec, config=config) as syncer:
         train_some(syncer)
+        until(lambda: not syncer.status()["learners"])  # its last words have been heard
         before, model, clock = versions(syncer), global_model(syncer), syncer._core.clock
         momentum = [syncer._merging.the_model.durable(f) for f in range(2)]
     assert sum(before) >= 6

@@ -184,6 +184,10 @@ def test_what_learners_hold_comes_back_whatever_the_codec(
     fragment = _held_by(trainee, state)
     value = base_of(trainee, fragment)
     rot(newest(state, fragment))
+    if ring:
+        forgetful = Repair(state, bind=bind)
+        assert forgetful.wait() == 78
+        assert f"Add --keys {ring.syncer}." in str(forgetful.error)
     repairing = Repair(state, bind=bind, **theirs)
     assert repairing.wait() == 0, repairing.error
     assert torch.equal(theta(newest(state, fragment)), value)

@@ -23,7 +23,7 @@ test: $(READY) lint
 
 soak: $(READY)
 	DILOCO_SOAK=$${DILOCO_SOAK:-20} $(BIN)/python -m pytest -rP --timeout=7200 tests/faults \
-	    tests/core/test_chaos.py tests/core/test_seeds.py $(wildcard tests/fuzz) $(wildcard tests/attacks)
+	    tests/core/test_chaos.py tests/core/test_seeds.py tests/fuzz tests/attacks
 
 lint: $(READY)
 	$(BIN)/ruff check .

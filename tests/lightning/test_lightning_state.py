@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ def donor(syncer: Syncer) -> Iterator[None]:
 
     def note(t: pl.Trainer, module: pl.LightningModule) -> None:
         batch[0] += 1
+        time.sleep(0.01)  # a step that is no shorter than its snapshot
         t.should_stop = t.should_stop or over.is_set()
 
     over = threading.Event()

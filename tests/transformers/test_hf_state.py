@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ def donor(syncer: Syncer) -> Iterator[None]:
                 optimizer.step()
                 scheduler.step()
                 steps[0] += 1
+                time.sleep(0.01)  # a step that is no shorter than its snapshot
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()

@@ -251,7 +251,7 @@ def _write(report: Report, manifest: Manifest, choices: list[_Choice]) -> None:
         for choice in choices
     }
     for path in report.damaged:
-        if path not in written and path not in (root / EPOCH_FILE, root / RUN_FILE):
+        if path not in written and path not in _sealed_files(report):
             files.remove(path)
 
 

@@ -20,6 +20,23 @@ def _closing(bench: SyncerBench, name: str) -> list[act.Pull]:
     return [pull for pull in bench.of(act.Pull) if pull.closing]
 
 
+def _goes_mute(bench: SyncerBench, name: str) -> int:
+    """It steps, is asked, and does not answer. Returns its steps until the others went on."""
+    bench.join("honest", name)
+    bench.clock(name, 4)
+    bench.clock("honest", 4)
+    pull = bench.one(act.Pull)
+    bench.push("honest", pull)
+    waited = 0
+    while not bench.of(act.Merge):
+        waited += 1
+        bench.clock("honest", 4 + waited)
+        bench.do(ev.Progressed, 500, life=bench.life(name), clock=4 + waited, step_ns=1, tokens=1)
+        assert waited < 100
+    bench.commit(pull)
+    return waited
+
+
 def test_one_of_two_cannot_teach_a_norm_in_rounds_to_which_the_other_gives_nothing(
     syncer: Make,
 ) -> None:
@@ -59,19 +76,7 @@ def test_a_closing_round_waits_once_for_who_asks_and_does_not_answer(syncer: Mak
 
 def test_who_steps_and_never_answers_holds_up_one_round_for_a_lease(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0, quorum=2, lease=LEASE_MS / 1000)
-    bench.join("honest", "mute")
-    bench.clock("mute", 4)
-    bench.clock("honest", 4)
-    pull = bench.one(act.Pull)
-    bench.push("honest", pull)
-    waited = 0
-    while not bench.of(act.Merge):
-        waited += 1
-        bench.clock("honest", 4 + waited)
-        bench.do(ev.Progressed, 500, life=bench.life("mute"), clock=4 + waited, step_ns=1, tokens=1)
-        assert waited < 100
-    assert waited <= 2 * LEASE_MS // 1000 + 2
-    bench.commit(pull)
+    assert _goes_mute(bench, "mute") <= 2 * LEASE_MS // 1000 + 2
     following = bench.one(act.Pull)
     bench.push("honest", following, base=1)
     assert bench.of(act.Merge), "nobody waits for it again"
@@ -101,27 +106,12 @@ def test_who_lets_a_closing_round_wait_for_bytes_is_not_heard_again(syncer: Make
     assert not _closing(bench, "half")
 
 
-def _goes_mute(bench: SyncerBench, name: str) -> None:
-    """It is asked, does not answer, and the others go on after its patience."""
-    bench.join("honest", name)
-    bench.clock(name, 4)
-    bench.clock("honest", 4)
-    pull = bench.one(act.Pull)
-    bench.push("honest", pull)
-    clock = 4
-    while not bench.of(act.Merge):
-        clock += 1
-        bench.clock("honest", clock)
-        bench.do(ev.Progressed, 500, life=bench.life(name), clock=clock, step_ns=1, tokens=1)
-    bench.commit(pull)
-    due = bench.one(act.Pull)
-    bench.nothing("honest", due)
-    assert bench.one(act.Drop).round == due.round, "nobody waits for it"
-
-
 def test_who_did_not_answer_a_round_is_still_waited_for_once_it_has_finished(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0, quorum=2, lease=LEASE_MS / 1000)
     _goes_mute(bench, "slow")
+    due = bench.one(act.Pull)
+    bench.nothing("honest", due)
+    assert bench.one(act.Drop).round == due.round, "nobody waits for it"
     (pull,) = _closing(bench, "slow")
     assert not bench.of(act.Merge)
     assert not bench.of(act.Drop)

@@ -14,6 +14,8 @@ from .past import LIVES_MAX, Past
 
 #: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
 QUIET_STEPS: Final = 8
+#: Closing rounds may keep those who train waiting for one part in so many of a leaver's stay.
+HOLD_SHARE: Final = 25
 #: Learners at once; a run of more than this many jobs is an accident.
 MEMBERS_MAX: Final = 1024
 #: How long an index waits for the learner that asked for it to shard its data before it joins.
@@ -54,6 +56,7 @@ class Member:
     index: int
     #: order of arrival; the first one that waits seeds the run
     order: int
+    joined_ns: int
     lease_until_ns: int
     #: last sign that training moves, or that it is being kept from moving by us
     moved_ns: int
@@ -70,6 +73,9 @@ class Member:
     closing: bool = False
     #: the last round that waited for its answer waited in vain
     mute: bool = False
+    #: since when a closing round is kept open for it alone (0: none is), and how long others were
+    holding_ns: int = 0
+    held_ns: int = 0
     #: by fragment, closing rounds that were opened for it
     closings: Counter[int] = field(default_factory=Counter)
     rounds_asked: int = 0
@@ -79,6 +85,19 @@ class Member:
         """It has finished. Whatever it did not answer before, it is here now."""
         if not self.closing:
             self.closing, self.mute, self.moved_ns = True, False, now_ns
+
+    def hold_until_ns(self) -> int:
+        """When closing rounds stop waiting for it alone: its stay / HOLD_SHARE is used up then."""
+        begun = HOLD_SHARE * (self.holding_ns - self.held_ns) - self.joined_ns
+        return begun // (HOLD_SHARE - 1)
+
+    def hold(self, now_ns: int, *, holds: bool) -> None:
+        """Is a closing round kept open for it alone?"""
+        if holds and not self.holding_ns:
+            self.holding_ns = now_ns
+        elif self.holding_ns and not holds:
+            self.held_ns += now_ns - self.holding_ns
+            self.holding_ns = 0
 
     def quiet(self, now_ns: int, lease_ns: int) -> bool:
         """Connected, but not training (validation, a debugger, a stuck data loader)."""
@@ -125,6 +144,7 @@ class Members:
             life=life,
             index=self._take_index(life.name, now_ns),
             order=self._arrivals,
+            joined_ns=now_ns,
             lease_until_ns=now_ns + lease_ns,
             moved_ns=now_ns,
             clocked_ns=now_ns,

@@ -257,31 +257,49 @@ class Rounds:
 
     def settle(self, now_ns: int) -> None:
         """Close every round whose quorum and grace are over; commit again what found no room."""
+        held: set[Life] = set()
         for flight in list(self.flights.values()):
             if flight.open:
-                self._settle(flight, now_ns)
+                held |= self._settle(flight, now_ns)
             elif flight.retry_ns and now_ns >= flight.retry_ns:
                 flight.retry_ns = 0
                 self._commit(flight)
+        for member in self._members:
+            member.hold(now_ns, holds=member.life in held)
 
-    def _settle(self, flight: Round, now_ns: int) -> None:
+    def _settle(self, flight: Round, now_ns: int) -> set[Life]:
+        """Close a round whose time has come; return for whose sake alone it stays open."""
         waited_for = [life for life in flight.asked if self._waits_for(flight, life, now_ns)]
         if not waited_for:
             self._close(flight, now_ns, "everybody asked has answered")
-            return
+            return set()
         if flight.phase is Phase.COLLECTING:
             pushes = flight.count(Ask.IN)
             able = pushes + len(waited_for)
             quorum = policy.effective_quorum(self.parameters.wanted, able)
-            if pushes < quorum or any(life in flight.requesters for life in waited_for):
-                return
+            if pushes < quorum:
+                return set()
             flight.phase = Phase.GRACE
             flight.quorum = quorum
             self.quorum_ns = policy.moving_average(self.quorum_ns, now_ns - flight.opened_ns)
             flight.grace_until_ns = now_ns + self.grace_ns()
         # once there, a quorum stays: a quiet learner that wakes up does not take it back
-        if now_ns >= flight.grace_until_ns:
+        if now_ns < flight.grace_until_ns:
+            return set()
+        askers = [life for life in waited_for if life in flight.requesters]
+        if askers and not self._members.training(now_ns, self.parameters):
+            return set()  # nobody suffers from waiting for them
+        held = {life for life in askers if self._may_hold(life, now_ns)}
+        if not held:
             self._close(flight, now_ns, f"quorum of {flight.quorum} and grace window over")
+        return held
+
+    def _may_hold(self, life: Life, now_ns: int) -> bool:
+        """May a closing round that is ready otherwise wait for one who asked for it?"""
+        member = self._members.get(life)
+        assert member is not None
+        member.hold(now_ns, holds=True)
+        return now_ns < member.hold_until_ns()
 
     def grace_ns(self) -> int:
         """The grace window of a round that reaches its quorum now."""
@@ -477,11 +495,13 @@ class Rounds:
         for flight in self.flights.values():
             flight.opened_ns = max(flight.opened_ns, opened_ns)
 
-    def deadlines(self) -> list[int]:
-        """When open grace windows end, and commits are tried again."""
+    def deadlines(self, now_ns: int) -> list[int]:
+        """When open grace windows and holds end, and commits are tried again."""
         flights = self.flights.values()
-        ends = [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
-        return ends + [flight.retry_ns for flight in flights if flight.retry_ns]
+        holds = [member.hold_until_ns() for member in self._members if member.holding_ns]
+        graces = [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
+        ends = [end for end in graces if end > now_ns]  # beyond that, it waits for an asker
+        return ends + holds + [flight.retry_ns for flight in flights if flight.retry_ns]
 
     def pending(self) -> int:
         """Pushes that were let in and have no fate yet."""

@@ -100,7 +100,7 @@ class SyncerCore:
         deadlines = [self._now_ns + self.parameters.lease_ns // 4]
         deadlines += [member.lease_until_ns for member in self.members]
         deadlines += self._claims.deadlines()
-        deadlines += self.rounds.deadlines()
+        deadlines += self.rounds.deadlines(self._now_ns)
         deadlines += self.handovers.deadlines()
         if self.state is RunState.ENDING:
             deadlines.append(self._end_deadline_ns)

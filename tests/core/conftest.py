@@ -51,6 +51,15 @@ class SyncerBench:
             self.knock(name)
             self.do(ev.TookModel, life=self.life(name))
 
+    def stay(self, *names: str, seconds: int = 600) -> None:
+        """They have been here for so long: closing rounds may wait for them for a while."""
+        self.join(*names)
+        for _ in range(seconds):
+            for name in names:
+                self.do(ev.Heard, 1000 // len(names), life=self.life(name))
+        for name in names:
+            self.clock(name, self.core.clock + 1)
+
     def clock(self, name: str, clock: int, step_ms: int = 0) -> None:
         life = self.life(name)
         self.do(ev.Progressed, life=life, clock=clock, step_ns=step_ms * MS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.closings import CLOSINGS_MAX
 from diloco_plugin.core.policy import NORM_HISTORY_MIN, NORM_ROUNDS_REFUSED_MAX
 
-from .conftest import SyncerBench
+from .conftest import MS, SyncerBench
 
 Make = Callable[..., SyncerBench]
 LEASE_MS = 15_000
@@ -57,7 +59,7 @@ def test_one_of_two_cannot_teach_a_norm_in_rounds_to_which_the_other_gives_nothi
 
 def test_a_closing_round_waits_once_for_who_asks_and_does_not_answer(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
-    bench.join("honest", "idle")
+    bench.stay("honest", "idle")
     (pull,) = _closing(bench, "idle")
     bench.push("honest", pull)
     for _ in range(16):  # words do not prolong it
@@ -82,6 +84,42 @@ def test_who_steps_and_never_answers_holds_up_one_round_for_a_lease(syncer: Make
     assert bench.of(act.Merge), "nobody waits for it again"
 
 
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("stay", [0, 25, 100])
+def test_closing_rounds_hold_up_those_who_train_for_a_25th_of_the_askers_stay(
+    syncer: Make, stay: int, sends: bool
+) -> None:
+    bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
+    bench.stay("honest", "greedy", seconds=stay)
+    held_ms = 0
+    for clock in range(1, CLOSINGS_MAX + 1):
+        for pull in _closing(bench, "greedy"):
+            if sends:
+                bench.offer("greedy", pull, base=pull.version)
+            bench.push("honest", pull, base=pull.version)
+            ready_ms = bench.now_ms
+            while not bench.of(act.Merge):
+                bench.do(ev.Heard, 0, life=bench.life("greedy"))
+                bench.do(ev.Progressed, 100, life=bench.life("honest"), clock=clock, step_ns=MS)
+            held_ms += bench.now_ms - ready_ms
+            bench.commit(pull)
+    assert stay * 1000 / 25 - 200 <= held_ms <= stay * 1000 / 25 + 200
+
+
+def test_nobody_is_hurried_when_all_who_are_there_close(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
+    bench.join("quick", "slow")
+    bench.do(ev.CloseAsked, life=bench.life("quick"), fragments=())
+    (pull,) = _closing(bench, "slow")
+    bench.push("quick", pull)
+    for _ in range(LEASE_MS // 1000 - 1):
+        bench.do(ev.Heard, 500, life=bench.life("quick"))
+        bench.do(ev.Heard, 500, life=bench.life("slow"))
+        assert not bench.of(act.Merge)
+    bench.push("slow", pull)
+    assert bench.of(act.Merge)
+
+
 def test_closing_rounds_do_not_take_the_place_of_all_others(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0)
     bench.join("honest", "storm")
@@ -96,7 +134,7 @@ def test_closing_rounds_do_not_take_the_place_of_all_others(syncer: Make) -> Non
 
 def test_who_lets_a_closing_round_wait_for_bytes_is_not_heard_again(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0)
-    bench.join("honest", "half")
+    bench.stay("honest", "half")
     (pull,) = _closing(bench, "half")
     bench.push("honest", pull)
     bench.offer("half", pull)
@@ -123,7 +161,7 @@ def test_who_did_not_answer_a_round_is_still_waited_for_once_it_has_finished(syn
 
 def test_who_answers_a_closing_round_too_late_may_ask_again(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
-    bench.join("honest", "slow")
+    bench.stay("honest", "slow")
     (pull,) = _closing(bench, "slow")
     bench.push("honest", pull)
     while not bench.of(act.Merge):

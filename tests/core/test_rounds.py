@@ -348,7 +348,7 @@ def test_who_dies_in_mid_push_is_abandoned_and_what_had_arrived_counts(syncer: M
 
 def test_a_closing_round_waits_for_who_asked_for_it(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0)
-    bench.join("a", "b")
+    bench.stay("a", "b")
     bench.do(ev.CloseAsked, life=bench.life("b"), fragments=(0, 77))
     pull = bench.one(act.Pull)
     assert pull.closing
@@ -364,7 +364,7 @@ def test_a_closing_round_whose_merge_is_not_finite_is_opened_again_for_who_gave_
     syncer: Make,
 ) -> None:
     bench = syncer(fragments=1, codec="bf16")
-    bench.join("a", "b")
+    bench.stay("a", "b")
     bench.do(ev.CloseAsked, life=bench.life("b"), fragments=(0,))
     for _ in range(4):
         pull = bench.one(act.Pull)

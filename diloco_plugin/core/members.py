@@ -14,8 +14,11 @@ from .past import LIVES_MAX, Past
 
 #: A learner that has not stepped for so many of its own steps, and a lease, is quiet: nobody waits.
 QUIET_STEPS: Final = 8
-#: Closing rounds may keep those who train waiting for one part in so many of a leaver's stay.
+#: Due rounds may be blocked by one that leaves for one part in so many of its stay, and of a lease.
 HOLD_SHARE: Final = 25
+HOLD_BURST: Final = 8
+#: Names whose stays are remembered.
+STAYS_MAX: Final = 4096
 #: Learners at once; a run of more than this many jobs is an accident.
 MEMBERS_MAX: Final = 1024
 #: How long an index waits for the learner that asked for it to shard its data before it joins.
@@ -49,6 +52,38 @@ class Ledger:
 
 
 @dataclass(slots=True)
+class Stay:
+    """How long a name, whatever its lives, may still block due rounds when it leaves."""
+
+    since_ns: int
+    #: since when a due round is blocked for its sake alone (0: none is), and how long others were
+    holding_ns: int = 0
+    held_ns: int = 0
+
+    def hold(self, now_ns: int, *, holds: bool) -> None:
+        """Is a due round blocked for its sake alone?"""
+        if holds and not self.holding_ns:
+            self.holding_ns = now_ns
+        elif self.holding_ns and not holds:
+            self.held_ns += now_ns - self.holding_ns
+            self.holding_ns = 0
+
+    def hold_until_ns(self, lease_ns: int) -> int:
+        """When a hold must end that is under way: the lease / HOLD_BURST, and its share, are used.
+
+        The `t` of `held + (t - holding) = lease / HOLD_BURST + (t - since) / HOLD_SHARE`.
+        """
+        burst = lease_ns // HOLD_BURST
+        end = HOLD_SHARE * (self.holding_ns - self.held_ns + burst) - self.since_ns
+        return -(-end // (HOLD_SHARE - 1))
+
+    def spent(self, now_ns: int, lease_ns: int) -> bool:
+        """Has it had all the patience that it may ask for?"""
+        held = self.held_ns + (now_ns - self.holding_ns if self.holding_ns else 0)
+        return HOLD_SHARE * (held - lease_ns // HOLD_BURST) >= now_ns - self.since_ns
+
+
+@dataclass(slots=True)
 class Member:
     """What the syncer knows about one life of a learner."""
 
@@ -56,7 +91,7 @@ class Member:
     index: int
     #: order of arrival; the first one that waits seeds the run
     order: int
-    joined_ns: int
+    stay: Stay
     lease_until_ns: int
     #: last sign that training moves, or that it is being kept from moving by us
     moved_ns: int
@@ -73,9 +108,6 @@ class Member:
     closing: bool = False
     #: the last round that waited for its answer waited in vain
     mute: bool = False
-    #: since when a closing round is kept open for it alone (0: none is), and how long others were
-    holding_ns: int = 0
-    held_ns: int = 0
     #: by fragment, closing rounds that were opened for it
     closings: Counter[int] = field(default_factory=Counter)
     rounds_asked: int = 0
@@ -85,19 +117,6 @@ class Member:
         """It has finished. Whatever it did not answer before, it is here now."""
         if not self.closing:
             self.closing, self.mute, self.moved_ns = True, False, now_ns
-
-    def hold_until_ns(self) -> int:
-        """When closing rounds stop waiting for it alone: its stay / HOLD_SHARE is used up then."""
-        begun = HOLD_SHARE * (self.holding_ns - self.held_ns) - self.joined_ns
-        return begun // (HOLD_SHARE - 1)
-
-    def hold(self, now_ns: int, *, holds: bool) -> None:
-        """Is a closing round kept open for it alone?"""
-        if holds and not self.holding_ns:
-            self.holding_ns = now_ns
-        elif self.holding_ns and not holds:
-            self.held_ns += now_ns - self.holding_ns
-            self.holding_ns = 0
 
     def quiet(self, now_ns: int, lease_ns: int) -> bool:
         """Connected, but not training (validation, a debugger, a stuck data loader)."""
@@ -120,6 +139,8 @@ class Members:
         self._arrivals = 0
         #: oldest first; beyond LIVES_MAX departed lives, the oldest must take the model again
         self._ledgers: dict[Life, Ledger] = {}
+        #: by name, the one that joined last at the end
+        self._stays: dict[str, Stay] = {}
 
     def __iter__(self) -> Iterator[Member]:
         return iter([self._by_name[name] for name in sorted(self._by_name)])
@@ -144,7 +165,7 @@ class Members:
             life=life,
             index=self._take_index(life.name, now_ns),
             order=self._arrivals,
-            joined_ns=now_ns,
+            stay=self._stays.pop(life.name, Stay(now_ns)),
             lease_until_ns=now_ns + lease_ns,
             moved_ns=now_ns,
             clocked_ns=now_ns,
@@ -153,6 +174,9 @@ class Members:
             data_seed=seed,
         )
         self._by_name[life.name] = member
+        self._stays[life.name] = member.stay
+        if len(self._stays) > STAYS_MAX:
+            del self._stays[next(iter(self._stays))]
         self._reserved.pop(life.name, None)
         self._ledgers[life] = self._ledgers.pop(life, Ledger())
         return member

@@ -265,41 +265,47 @@ class Rounds:
                 flight.retry_ns = 0
                 self._commit(flight)
         for member in self._members:
-            member.hold(now_ns, holds=member.life in held)
+            member.stay.hold(now_ns, holds=member.life in held)
 
     def _settle(self, flight: Round, now_ns: int) -> set[Life]:
-        """Close a round whose time has come; return for whose sake alone it stays open."""
+        """Close a round whose time has come; return for whose sake alone it blocks a due one."""
         waited_for = [life for life in flight.asked if self._waits_for(flight, life, now_ns)]
-        if not waited_for:
-            self._close(flight, now_ns, "everybody asked has answered")
-            return set()
-        if flight.phase is Phase.COLLECTING:
+        if flight.phase is Phase.COLLECTING and waited_for:
             pushes = flight.count(Ask.IN)
-            able = pushes + len(waited_for)
-            quorum = policy.effective_quorum(self.parameters.wanted, able)
-            if pushes < quorum:
-                return set()
-            flight.phase = Phase.GRACE
-            flight.quorum = quorum
-            self.quorum_ns = policy.moving_average(self.quorum_ns, now_ns - flight.opened_ns)
-            flight.grace_until_ns = now_ns + self.grace_ns()
+            quorum = policy.effective_quorum(self.parameters.wanted, pushes + len(waited_for))
+            if pushes >= quorum:
+                flight.phase = Phase.GRACE
+                flight.quorum = quorum
+                self.quorum_ns = policy.moving_average(self.quorum_ns, now_ns - flight.opened_ns)
+                flight.grace_until_ns = now_ns + self.grace_ns()
         # once there, a quorum stays: a quiet learner that wakes up does not take it back
-        if now_ns < flight.grace_until_ns:
-            return set()
-        askers = [life for life in waited_for if life in flight.requesters]
-        if askers and not self._members.training(now_ns, self.parameters):
-            return set()  # nobody suffers from waiting for them
-        held = {life for life in askers if self._may_hold(life, now_ns)}
-        if not held:
-            self._close(flight, now_ns, f"quorum of {flight.quorum} and grace window over")
-        return held
+        over = flight.phase is Phase.GRACE and now_ns >= flight.grace_until_ns
+        closers = [life for life in waited_for if self._closes(life)]
+        blocks = self._blocks(flight, now_ns)
+        if over or closers == waited_for:
+            if blocks:
+                closers = [life for life in closers if self._may_hold(life, now_ns)]
+            waited_for = closers
+        if not waited_for:
+            quorum_only = f"quorum of {flight.quorum} and grace window over"
+            self._close(flight, now_ns, quorum_only if over else "everybody asked has answered")
+        return set(waited_for if blocks and waited_for is closers else ())
+
+    def _blocks(self, flight: Round, now_ns: int) -> bool:
+        """Does anybody suffer from this round being open?"""
+        due = flight.fragment in self.queue and not self.parameters.lockstep
+        return due and bool(self._members.training(now_ns, self.parameters))
+
+    def _closes(self, life: Life) -> bool:
+        member = self._members.get(life)
+        return member is not None and member.closing
 
     def _may_hold(self, life: Life, now_ns: int) -> bool:
-        """May a closing round that is ready otherwise wait for one who asked for it?"""
+        """May a round that is ready otherwise wait for a leaver, though its fragment is due?"""
         member = self._members.get(life)
         assert member is not None
-        member.hold(now_ns, holds=True)
-        return now_ns < member.hold_until_ns()
+        member.stay.hold(now_ns, holds=True)
+        return not member.stay.spent(now_ns, self.parameters.lease_ns)
 
     def grace_ns(self) -> int:
         """The grace window of a round that reaches its quorum now."""
@@ -498,7 +504,8 @@ class Rounds:
     def deadlines(self, now_ns: int) -> list[int]:
         """When open grace windows and holds end, and commits are tried again."""
         flights = self.flights.values()
-        holds = [member.hold_until_ns() for member in self._members if member.holding_ns]
+        lease_ns, stays = self.parameters.lease_ns, [member.stay for member in self._members]
+        holds = [stay.hold_until_ns(lease_ns) for stay in stays if stay.holding_ns]
         graces = [flight.grace_until_ns for flight in flights if flight.phase is Phase.GRACE]
         ends = [end for end in graces if end > now_ns]  # beyond that, it waits for an asker
         return ends + holds + [flight.retry_ns for flight in flights if flight.retry_ns]

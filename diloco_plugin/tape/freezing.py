@@ -23,7 +23,7 @@ from diloco_plugin.core.closings import Closings
 from diloco_plugin.core.events import Knocked, Life
 from diloco_plugin.core.flight import Ask, Phase, Push, Round
 from diloco_plugin.core.handover import Handover, Handovers, Leg
-from diloco_plugin.core.members import Ledger, Member, Members, Stage
+from diloco_plugin.core.members import Ledger, Member, Members, Stage, Stay
 from diloco_plugin.core.norms import Norms
 from diloco_plugin.core.parameters import Parameters
 from diloco_plugin.core.room import Room
@@ -35,7 +35,7 @@ _OBJECTS: Final[dict[str, type]] = {
     c.__name__: c
     for c in (
         SyncerCore, Members, Member, Ledger, Rounds, Round, Push, Norms, Claims, Claim, Knocked,
-        Parameters, Handovers, Handover, Closings, Room,
+        Parameters, Handovers, Handover, Closings, Room, Stay,
     )
 }  # fmt: skip
 _ENUMS: Final[dict[str, type[Enum]]] = {

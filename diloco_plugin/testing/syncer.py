@@ -142,7 +142,10 @@ class Syncer:
 
     def _moves(self, life: Life) -> bool:
         member, lease = self.core.members.get(life), self.core.parameters.lease_ns
-        return member is not None and self.world.now_ns - member.moved_ns <= lease
+        if member is None or self.world.now_ns - member.moved_ns > lease:
+            return False
+        # nobody waits for a leaver that has had its share of waiting
+        return not (member.closing and member.stay.spent(self.world.now_ns, lease))
 
     def _plan_tick(self) -> None:
         deadline = self.core.next_deadline_ns()

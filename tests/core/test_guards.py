@@ -86,13 +86,13 @@ def test_who_steps_and_never_answers_holds_up_one_round_for_a_lease(syncer: Make
 
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("stay", [0, 25, 100])
-def test_closing_rounds_hold_up_those_who_train_for_a_25th_of_the_askers_stay(
+def test_closing_rounds_block_due_ones_for_a_25th_of_the_askers_stay_and_an_8th_of_a_lease(
     syncer: Make, stay: int, sends: bool
 ) -> None:
     bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
     bench.stay("honest", "greedy", seconds=stay)
     held_ms = 0
-    for clock in range(1, CLOSINGS_MAX + 1):
+    for _ in range(CLOSINGS_MAX):
         for pull in _closing(bench, "greedy"):
             if sends:
                 bench.offer("greedy", pull, base=pull.version)
@@ -100,10 +100,28 @@ def test_closing_rounds_hold_up_those_who_train_for_a_25th_of_the_askers_stay(
             ready_ms = bench.now_ms
             while not bench.of(act.Merge):
                 bench.do(ev.Heard, 0, life=bench.life("greedy"))
-                bench.do(ev.Progressed, 100, life=bench.life("honest"), clock=clock, step_ns=MS)
+                clock = bench.core.clock + 4  # the fragment is due again
+                bench.do(ev.Progressed, 50, life=bench.life("honest"), clock=clock, step_ns=MS)
             held_ms += bench.now_ms - ready_ms
             bench.commit(pull)
-    assert stay * 1000 / 25 - 200 <= held_ms <= stay * 1000 / 25 + 200
+    least = LEASE_MS / 8 + stay * 1000 / 25
+    assert least <= held_ms <= least + CLOSINGS_MAX * 100
+
+
+def test_a_closing_round_does_not_wait_for_leavers_when_nobody_else_gives_to_a_due_fragment(
+    syncer: Make,
+) -> None:
+    bench = syncer(fragments=1, overlap=0, quorum=2, lease=LEASE_MS / 1000)
+    bench.join("honest", "half")
+    (pull,) = _closing(bench, "half")
+    bench.nothing("honest", pull)
+    bench.offer("half", pull)
+    bench.clock("honest", 4)
+    assert not bench.of(act.Drop)
+    bench.do(ev.Heard, LEASE_MS // 7, life=bench.life("half"))
+    assert bench.one(act.Drop).round == pull.round
+    bench.do(ev.Heard, life=bench.life("half"))
+    assert not bench.one(act.Pull).closing
 
 
 def test_nobody_is_hurried_when_all_who_are_there_close(syncer: Make) -> None:

@@ -16,7 +16,7 @@ from diloco_plugin.errors import ConfigError, LayoutError, WireError
 from diloco_plugin.learner.naming import check_name
 from diloco_plugin.tensors.layout import TensorSpec
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_to_syncer, encode
+from diloco_plugin.wire.framing import decode_model, decode_to_syncer, encode, encode_model
 
 log = logging.getLogger("diloco.learner")
 
@@ -47,7 +47,7 @@ class Introduction:
             run=self.run,
             name=self.name,
             incarnation=self.incarnation,
-            tensors=tensors,
+            tensors=encode_model(tensors),
             epoch=action.epoch,
             versions=action.versions,
             clock=action.clock,
@@ -82,7 +82,9 @@ def checked(me: Introduction) -> Introduction:
     versions = (_COUNT_MAX,) * min(msg.FRAGMENTS_MAX, len(me.specs))
     longest = act.SayHello(epoch=_COUNT_MAX, versions=versions, clock=_COUNT_MAX)
     try:
-        decode_to_syncer(encode(me.hello(longest)))
+        hello = me.hello(longest)
+        decode_to_syncer(encode(hello))
+        decode_model(hello.tensors)
     except WireError as error:
         if error.reason == "oversize":
             raise LayoutError(str(error)) from None

@@ -86,6 +86,11 @@ class Control:
         if quarantined and life is not None:
             self.disgraced.append(life)
 
+    def strange_model(self, heard: Heard, error: WireError) -> None:
+        """What a Hello said about a model could not be read."""
+        speaker = self._speaker(heard.route, heard.key)
+        self._strike(error.reason, speaker, self._life(heard.route, heard.key))
+
     def strike(self, life: Life, key: bytes) -> bool:
         """A learner broke the protocol on its bulk connection. True: its quarantine begins. Any
         thread.

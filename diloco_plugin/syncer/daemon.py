@@ -324,10 +324,12 @@ class Syncer:
         if problem is None and self._core.room.refusal(now) is None:
             nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
             try:
-                text = self._intake.problem(hello, nobody=nobody)
-                problem = ("layout", text) if text else None
+                problem = self._intake.problem(hello, nobody=nobody)
             except NoRoomError as error:
                 problem = ("room", str(error))
+            except WireError as error:
+                self._control.strange_model(heard, error)
+                return
         before = self._control.life_of(heard)
         if before is not None and before != life:  # one connection, one learner
             self._control.hang_up(before)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from msgspec import Raw
 from torch import Tensor
 
 from diloco_plugin.config import SyncerConfig
+from diloco_plugin.core.conduct import Conduct, cost_of
 from diloco_plugin.errors import ConfigError, LayoutError, NoRoomError
 from diloco_plugin.store import RunFile
 from diloco_plugin.syncer.bulk import Bulk
@@ -19,6 +23,7 @@ from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.resuming import run_file, specs_of
 from diloco_plugin.tensors.layout import TensorSpec, build_layout, differences, taking_part
 from diloco_plugin.wire import messages as msg
+from diloco_plugin.wire.framing import decode_model, model_length
 
 log = logging.getLogger("diloco.syncer")
 
@@ -26,6 +31,9 @@ log = logging.getLogger("diloco.syncer")
 KEEPER_CLOSE_SECONDS: Final = 300.0
 #: More tensors than twice those of the run, and so many, are not looked at one by one.
 FEW: Final = 1000
+#: Of the time in which one speaker may be heard, all models that are new to us get a quarter.
+NEW_COST: Final = 4
+BUSY: Final = "too many learners with a model that is not known here yet: ask again later"
 
 
 class Intake:
@@ -48,6 +56,9 @@ class Intake:
         self._keeper = keeper
         self._init = init
         self._specs: tuple[TensorSpec, ...] = ()
+        #: how a model was described that is the run's: those who say the same need no second look
+        self._said = b""
+        self._attention = Conduct()
 
     def go_on(self, run: RunFile, model: GlobalModel) -> None:
         """The model is that of an earlier life."""
@@ -61,30 +72,44 @@ class Intake:
         """A learner was admitted: the first one that has a configuration tells it."""
         self.model_config = self.model_config or model_config
 
-    def problem(self, hello: msg.Hello, *, nobody: bool) -> str:
-        """What differs between this learner's model and the run's, made by the first one.
+    def problem(self, hello: msg.Hello, *, nobody: bool) -> tuple[str, str] | None:
+        """Why this learner's model is not the run's, which is made by the first one: (code, text).
 
         While nobody has brought a model (`nobody`), whoever knocks next may have another one.
 
         Raises:
             NoRoomError: the model given with --init cannot be saved.
+            WireError: this describes no model.
         """
-        if self._merging.model is not None and not nobody and self._far_off(hello):
-            return (
-                f"this model is not the one that run {self._config.run!r} trains: the run has"
-                f" {len(self._specs):,} tensors, this learner describes {len(hello.tensors):,}."
-                " Use the same model, or another syncer"
+        known = self._merging.model is not None and not nobody
+        said = hashlib.blake2b(hello.tensors, digest_size=32).digest()
+        if known and said == self._said:
+            return None
+        length = model_length(hello.tensors)
+        if known and length > 2 * len(self._specs) + FEW:
+            return "layout", self._another_model(
+                f"the run has {len(self._specs):,} tensors, this learner describes {length:,}"
             )
-        specs = taking_part(
-            (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors),
-            self._config.parameters.buffers,
+        cost = cost_of(NEW_COST * memoryview(hello.tensors).nbytes)
+        if known and not self._attention.allows("all", time.monotonic_ns(), cost):
+            return "busy", BUSY
+        text = self._difference(hello, nobody=nobody)
+        if text:
+            return "layout", text
+        self._said = said
+        return None
+
+    def _another_model(self, difference: str) -> str:
+        return (
+            f"this model is not the one that run {self._config.run!r} trains: {difference}."
+            " Use the same model, or another syncer"
         )
+
+    def _difference(self, hello: msg.Hello, *, nobody: bool) -> str:
+        specs = specs_said(hello.tensors, self._config.parameters.buffers)
         problem = "; ".join(differences(self._specs, specs)) if self._merging.model else ""
         if self._merging.model is not None and not (problem and nobody):
-            return problem and (
-                f"this model is not the one that run {self._config.run!r} trains: {problem}."
-                " Use the same model, or another syncer"
-            )
+            return problem and self._another_model(problem)
         try:
             model = self._build(specs, hello)
         except (LayoutError, ConfigError) as error:
@@ -97,10 +122,6 @@ class Intake:
         self._merging.model, self._specs, self._init = model, specs, None
         self._bulk.use_model(model)
         return ""
-
-    def _far_off(self, hello: msg.Hello) -> bool:
-        """So many more tensors that a comparison would only cost time: it may be a flood."""
-        return len(hello.tensors) > 2 * len(self._specs) + FEW
 
     def _build(self, specs: tuple[TensorSpec, ...], hello: msg.Hello) -> GlobalModel:
         wanted = self._config.parameters.fragments
@@ -146,3 +167,9 @@ class Intake:
         model = self._merging.the_model
         run = run_file(self._config, self._specs, model, self.model_config)
         self._keeper.begin(run, model, done)
+
+
+def specs_said(model: Raw, buffers: str) -> tuple[TensorSpec, ...]:
+    """The tensors that take part, of the model that a Hello describes. Raises only `WireError`."""
+    specs = (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in decode_model(model))
+    return taking_part(specs, buffers)

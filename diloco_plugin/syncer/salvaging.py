@@ -26,10 +26,11 @@ from diloco_plugin.net.sockets import Door, Sent, new_context
 from diloco_plugin.receiving import take_chunk
 from diloco_plugin.store import RunFile, digest_of
 from diloco_plugin.syncer.control import Control, Heard
+from diloco_plugin.syncer.intake import specs_said
 from diloco_plugin.syncer.resuming import specs_of
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.tensors.codec import codec
-from diloco_plugin.tensors.layout import TensorSpec, build_layout, differences, taking_part
+from diloco_plugin.tensors.layout import TensorSpec, build_layout, differences
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import Receiver, chunk_count
 from diloco_plugin.wire.framing import decode_bulk, encode
@@ -173,8 +174,14 @@ class Salvager:
         hello = heard.message
         life = self._control.knocking(heard, hello) if isinstance(hello, msg.Hello) else None
         refusal = self._control.objection(heard, life)
+        specs: tuple[TensorSpec, ...] = ()
         if refusal is None and isinstance(hello, msg.Hello):
-            refusal = self._problem(hello)
+            try:
+                specs = specs_said(hello.tensors, self._buffers)
+            except WireError as error:
+                self._control.strange_model(heard, error)
+                return
+            refusal = self._problem(hello, specs)
         if refusal is not None:
             self._refuse(heard, *refusal)
             return
@@ -184,17 +191,17 @@ class Salvager:
             f"the syncer of run {self._run.run!r} is being repaired, and comes back",
         )
         if isinstance(hello, msg.Hello) and life is not None:
-            self._consider(heard, hello, life)
+            self._consider(heard, hello, life, specs)
 
     def _refuse(self, heard: Heard, code: str, text: str) -> None:
         self._control.answer(heard.route, encode(msg.Refuse(code=code, text=text)))
 
-    def _problem(self, hello: msg.Hello) -> tuple[str, str] | None:
+    def _problem(self, hello: msg.Hello, specs: tuple[TensorSpec, ...]) -> tuple[str, str] | None:
         """What the run's syncer would say too."""
         problem = policy.judge_hello(hello.protocol, msg.PROTOCOL, hello.run, self._run.run)
         if problem is not None:
             return problem
-        differs = "; ".join(differences(self._specs, self._specs_of(hello)))
+        differs = "; ".join(differences(self._specs, specs))
         if not differs:
             return None
         return "layout", (
@@ -202,13 +209,9 @@ class Salvager:
             " Use the same model, or another syncer"
         )
 
-    def _specs_of(self, hello: msg.Hello) -> tuple[TensorSpec, ...]:
-        return taking_part(
-            (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in hello.tensors),
-            self._buffers,
-        )
-
-    def _consider(self, heard: Heard, hello: msg.Hello, life: Life) -> None:
+    def _consider(
+        self, heard: Heard, hello: msg.Hello, life: Life, specs: tuple[TensorSpec, ...]
+    ) -> None:
         """Has this learner anything that is wanted?"""
         if len(hello.versions) != self._run.fragments:
             return
@@ -220,7 +223,7 @@ class Salvager:
             self._remember(helper)
         if not helper.claims:
             return
-        dtypes = {spec.name: spec.dtype for spec in self._specs_of(hello)}
+        dtypes = {spec.name: spec.dtype for spec in specs}
         helper.narrow |= {f: self._narrow(f, dtypes) for f in helper.claims}
         salvage = msg.Salvage(
             epoch=hello.epoch,

@@ -19,9 +19,9 @@ from diloco_plugin.wire.messages import (
     BulkHello,
     Chunk,
     Gone,
-    Hello,
     Message,
     Status,
+    Tensor,
     ToLearner,
     ToSyncer,
     Want,
@@ -43,6 +43,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _to_syncer: Final = msgspec.msgpack.Decoder[ToSyncer](ToSyncer)
 _to_learner: Final = msgspec.msgpack.Decoder[ToLearner](ToLearner)
 _bulk: Final = msgspec.msgpack.Decoder[Bulk](Bulk)
+_model: Final = msgspec.msgpack.Decoder[tuple[Tensor, ...]](tuple[Tensor, ...])
 
 
 def encode(message: Message) -> bytes:
@@ -53,21 +54,57 @@ def encode(message: Message) -> bytes:
             telling the sender, so it has to be said here); "invalid" when it cannot be encoded.
     """
     kind = type(message).__name__
-    if isinstance(message, Hello) and len(message.tensors) > TENSORS_MAX:
-        raise _too_large(message, f"{len(message.tensors):,} tensors (at most {TENSORS_MAX:,})")
     try:
         data = _encoder.encode(message)
     except Exception as error:  # bad surrogates, ints over 64 bits, recursion, foreign types
         raise WireError("invalid", f"{kind} cannot be encoded: {error}.") from error
     limit = BULK_BYTES_MAX if isinstance(message, _BULK) else CONTROL_BYTES_MAX
     if len(data) > limit:
-        raise _too_large(message, f"{len(data):,} bytes (at most {limit:,})")
+        raise _too_large(kind, f"{len(data):,} bytes (at most {limit:,})")
     return data
 
 
 def decode_to_syncer(data: Bytes) -> ToSyncer:
     """Returns what a learner says to the syncer. Raises only `WireError`."""
     return _decode(_to_syncer, data, CONTROL_BYTES_MAX)
+
+
+def encode_model(tensors: tuple[Tensor, ...]) -> msgspec.Raw:
+    """Returns what a Hello says about a model.
+
+    Raises:
+        WireError: "oversize" or "invalid", as for `encode`.
+    """
+    if len(tensors) > TENSORS_MAX:
+        raise _too_large("Hello", f"{len(tensors):,} tensors (at most {TENSORS_MAX:,})")
+    try:
+        return msgspec.Raw(_encoder.encode(tensors))
+    except Exception as error:
+        raise WireError("invalid", f"a model cannot be described: {error}.") from error
+
+
+def model_length(model: msgspec.Raw) -> int:
+    """Returns how many tensors a Hello says that it describes; looks at none of them.
+
+    Raises:
+        WireError: "invalid": that is no list, or too long a one.
+    """
+    head = bytes(memoryview(model)[:5])
+    if head and head[0] & 0xF0 == 0x90:
+        length = head[0] & 0x0F
+    elif head[:1] in (b"\xdc", b"\xdd"):
+        length = int.from_bytes(head[1 : 3 if head[0] == 0xDC else 5], "big")
+    else:
+        raise WireError("invalid", "A model is described by a list of tensors.")
+    if length > TENSORS_MAX:
+        raise WireError("invalid", f"{length:,} tensors; at most {TENSORS_MAX:,} are allowed.")
+    return length
+
+
+def decode_model(model: msgspec.Raw) -> tuple[Tensor, ...]:
+    """Returns the tensors that a Hello describes. Raises only `WireError`."""
+    model_length(model)
+    return _decode(_model, memoryview(model), CONTROL_BYTES_MAX)
 
 
 def decode_to_learner(data: Bytes) -> ToLearner:
@@ -85,14 +122,13 @@ def decode_bulk(data: Bytes) -> Bulk:
     return _decode(_bulk, data, BULK_BYTES_MAX)
 
 
-def _too_large(message: Message, size: str) -> WireError:
+def _too_large(kind: str, size: str) -> WireError:
     advice = {
         "Hello": "Synchronize fewer tensors: freeze those that need no training, or train an "
         "adapter (LoRA); buffers='local' leaves the buffers at home.",
         "Welcome": "Shorten the run's parameters.",
         "Status": "Ask for less: the run has too many learners or fragments for one answer.",
     }
-    kind = type(message).__name__
     todo = advice.get(kind, "Send less in one message.")
     return WireError("oversize", f"{kind} is too large to send: {size}. {todo}")
 

@@ -52,7 +52,8 @@ class Hello(Message, frozen=True):
     run: Annotated[str, msgspec.Meta(max_length=128)]
     name: Name
     incarnation: Incarnation
-    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+    #: the model, as `encode_model` says it: whoever reads it decides whether that is worth its time
+    tensors: msgspec.Raw
     epoch: Count = 0
     #: versions held from that epoch, by fragment; empty when none are held
     versions: Annotated[tuple[Count, ...], msgspec.Meta(max_length=FRAGMENTS_MAX)] = ()

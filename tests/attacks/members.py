@@ -14,7 +14,7 @@ import msgspec
 from diloco_plugin.core.conduct import STRIKES_MAX
 from diloco_plugin.net.sockets import Line
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import encode
+from diloco_plugin.wire.framing import encode, encode_model
 from tests.attacks.stage import Stage, again_and_again
 from tests.end_to_end.forged import Forged
 from tests.soak import SOAK
@@ -37,7 +37,7 @@ def hello_of(forged: Forged, tensors: tuple[msg.Tensor, ...]) -> bytes:
             run="",
             name=forged.name,
             incarnation=forged.incarnation,
-            tensors=tensors,
+            tensors=encode_model(tensors),
         )
     )
 
@@ -49,7 +49,8 @@ def a_hello_of_100_000_tensors(stage: Stage) -> Iterator[None]:
     with stage.client() as forged:
         forged.say_bytes(hello_of(forged, many_tensors(msg.TENSORS_MAX)))
         assert forged.hear(msg.Refuse).code == "layout"
-        with again_and_again(lambda: forged.hello(tensors=many_tensors(1000))):
+        many = encode_model(many_tensors(1000))
+        with again_and_again(lambda: forged.hello(tensors=many)):
             yield
 
 
@@ -81,7 +82,7 @@ def a_model_that_is_not_the_runs(stage: Stage) -> Iterator[None]:
     ]
     for tensors in wrong:
         with stage.client() as forged:
-            forged.hello(tensors=tensors)
+            forged.hello(tensors=encode_model(tensors))
             assert forged.hear(msg.Refuse).code == "layout"
     yield
 

@@ -18,7 +18,7 @@ from diloco_plugin.net.sockets import Line, new_context
 from diloco_plugin.tensors.layout import Layout, TensorSpec, build_layout, views
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import checksum, chunk_bounds, chunk_count
-from diloco_plugin.wire.framing import decode_bulk, decode_to_learner, encode
+from diloco_plugin.wire.framing import decode_bulk, decode_to_learner, encode, encode_model
 
 T = TypeVar("T")
 PATIENCE = 10.0
@@ -112,7 +112,7 @@ class Forged:
             "run": "",
             "name": self.name,
             "incarnation": self.incarnation,
-            "tensors": tensors,
+            "tensors": encode_model(tensors),
         }
         self.say(msg.Hello(**(values | changes)))
 

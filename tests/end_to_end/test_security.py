@@ -27,7 +27,7 @@ from diloco_plugin.net.options import new_context, new_dealer
 from diloco_plugin.status import check, fetch
 from diloco_plugin.syncer import Syncer
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_to_learner, encode
+from diloco_plugin.wire.framing import decode_to_learner, encode, encode_model
 from tests.end_to_end.fleet import Trainee, sgd, small_model
 from tests.end_to_end.forged import Forged, one_weight
 from tests.end_to_end.processes import Daemon, here
@@ -244,7 +244,7 @@ def test_a_token_is_worth_nothing_without_the_key_of_its_learner(
 def test_a_routing_id_that_was_somebody_s_proves_nothing(ring: Keyring, syncer: Syncer) -> None:
     """Whoever takes the id of a connection that is gone does not become who was there."""
     incarnation = secrets.token_hex(16)
-    tensors = (msg.Tensor(name="w", shape=(1000,), dtype="float32", kind="weight"),)
+    tensors = encode_model((msg.Tensor("w", (1000,), "float32", "weight"),))
     hello = msg.Hello(
         protocol=msg.PROTOCOL, run="", name="alpha", incarnation=incarnation, tensors=tensors
     )

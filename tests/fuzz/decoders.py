@@ -48,7 +48,14 @@ from diloco_plugin.tensors.codec import codec
 from diloco_plugin.wire import manifest as inner
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import Receiver
-from diloco_plugin.wire.framing import decode_bulk, decode_to_learner, decode_to_syncer, encode
+from diloco_plugin.wire.framing import (
+    decode_bulk,
+    decode_model,
+    decode_to_learner,
+    decode_to_syncer,
+    encode,
+    encode_model,
+)
 from tests.store.states import checkpoint, commit, started
 from tests.tape.worlds import eventful
 
@@ -91,12 +98,13 @@ def _at(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]
 
 
 def _messages() -> list[Decoder]:
+    model = encode_model((msg.Tensor("weight", (3, 5), "float32", "weight"),))
     hello = msg.Hello(
         protocol=1,
         run="r",
         name="a",
         incarnation="0" * 32,
-        tensors=(msg.Tensor("weight", (3, 5), "float32", "weight"),),
+        tensors=model,
         versions=(4, 5),
         model_config='{"model_type": "gpt2"}',
     )
@@ -122,6 +130,7 @@ def _messages() -> list[Decoder]:
     ]
     return [
         Decoder("what a learner says", (encode(hello), encode(offer)), decode_to_syncer),
+        Decoder("the model of a learner", (bytes(model),), lambda d: decode_model(msgspec.Raw(d))),
         Decoder("what the syncer says", (encode(welcome), encode(status)), decode_to_learner),
         Decoder("the header of bulk data", tuple(map(encode, bulk)), decode_bulk),
     ]

@@ -19,9 +19,12 @@ from diloco_plugin.wire.framing import (
     PARAMETERS_MAX,
     STATUS_DEPTH_MAX,
     decode_bulk,
+    decode_model,
     decode_to_learner,
     decode_to_syncer,
     encode,
+    encode_model,
+    model_length,
 )
 
 REASONS = {"oversize", "truncated", "garbage", "unknown", "invalid"}
@@ -97,6 +100,7 @@ def of_struct(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **fields)
 
 
+SPECIAL["tensors"] = st.lists(of_struct(m.Tensor), max_size=3).map(lambda t: encode_model(tuple(t)))
 pairs = st.one_of(
     [
         st.tuples(st.just(decode), of_struct(cls))
@@ -261,7 +265,9 @@ def test_what_follows_a_message_is_garbage() -> None:
 
 
 def test_an_incarnation_with_a_newline_is_refused() -> None:
-    hello = m.Hello(protocol=1, run="", name="a", incarnation="0" * 32 + "\n", tensors=())
+    hello = m.Hello(
+        protocol=1, run="", name="a", incarnation="0" * 32 + "\n", tensors=encode_model(())
+    )
     assert outcome(decode_to_syncer, encode(hello)) == "invalid"
 
 
@@ -274,9 +280,8 @@ def test_size_is_checked_before_anything_is_decoded() -> None:
 @pytest.mark.parametrize("name", ["a", "model.layers.0.self_attn.q_proj.weight"])
 def test_a_model_too_large_to_describe_is_refused_before_it_is_sent(name: str) -> None:
     tensor = m.Tensor(name=name, shape=(4, 4), dtype="float32", kind="matrix")
-    hello = m.Hello(protocol=1, run="", name="a", incarnation="0" * 32, tensors=(tensor,) * 200_000)
     with pytest.raises(WireError, match="Synchronize fewer tensors") as caught:
-        encode(hello)
+        encode_model((tensor,) * 200_000)
     assert caught.value.reason == "oversize"
 
 
@@ -287,8 +292,36 @@ def test_a_model_of_forty_thousand_tensors_can_be_described() -> None:
         dtype="bfloat16",
         kind="matrix",
     )
-    hello = m.Hello(protocol=1, run="", name="a", incarnation="0" * 32, tensors=(tensor,) * 40_000)
-    assert decode_to_syncer(encode(hello)) == hello
+    model = encode_model((tensor,) * 40_000)
+    hello = m.Hello(protocol=1, run="", name="a", incarnation="0" * 32, tensors=model)
+    heard = decode_to_syncer(encode(hello))
+    assert heard == hello
+    assert isinstance(heard, m.Hello)
+    assert model_length(heard.tensors) == 40_000
+    assert decode_model(heard.tensors) == (tensor,) * 40_000
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\xc0", b"\xa3abc", b"\x80", b"\xdd\xff\xff\xff\xff", b"\xdd\x00", b"\xdc", b"\x91\xc0"],
+)
+def test_what_is_no_model_is_refused(said: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_model(msgspec.Raw(said))
+
+
+@given(st.binary(max_size=64))
+def test_whatever_is_said_about_a_model_is_read_or_refused(said: bytes) -> None:
+    outcome(lambda data: decode_model(msgspec.Raw(data)), said)
+
+
+@given(st.integers(0, 70_000))
+@example(15)
+@example(16)
+@example(65_535)
+@example(65_536)
+def test_how_long_a_model_is_can_be_seen_without_reading_it(length: int) -> None:
+    assert model_length(msgspec.Raw(msgspec.msgpack.encode([0] * length))) == length
 
 
 def test_an_oversize_bulk_header_is_refused_before_it_is_sent() -> None:

@@ -48,14 +48,16 @@ class SyncerCore:
         steps: int = 0,
         seeded: bool = False,
         past: Past | None = None,
+        clean: bool = False,
         lineage: int | None = None,
         now_ns: int = 0,
     ) -> None:
         """A run without learners.
 
         `steps` is T (0: no end); `seeded` says that a model was given (--init). `past` is what
-        earlier lives have made durable; all that was announced since epoch `lineage` is in it
-        (default: this epoch), so that learners may keep what they hold from then on.
+        earlier lives have made durable, `clean` that the last one was stopped in order; all that
+        was announced since epoch `lineage` is in it (default: this epoch), so that learners may
+        keep what they hold from then on.
         """
         self.parameters = parameters
         self.epoch = epoch
@@ -79,10 +81,15 @@ class SyncerCore:
         self._stop_reason = ""
         #: the last step was reached (as opposed to: the operator stops the daemon)
         self._ended = False
+        #: names of an earlier life that are not back yet; the end waits for them until then
+        self._awaited: set[str] = set()
+        self._awaited_until_ns = now_ns + parameters.lease_ns + policy.BACKOFF_MAX_NS
         if past is not None:
             self.state, self.clock = RunState.RUNNING, past.clock
             self.rounds.resume(past)
             self.members.remember(past)
+            if not (clean and self._at_the_end()):
+                self._awaited = {known.name for known in past.lives.values()}
 
     def step(self, event: ev.SyncerEvent) -> tuple[act.SyncerAction, ...]:
         """Take one event in; return what is to be done, in order. Raises only on our own bugs."""
@@ -104,6 +111,8 @@ class SyncerCore:
         deadlines += self.handovers.deadlines()
         if self.state is RunState.ENDING:
             deadlines.append(self._end_deadline_ns)
+            if self._lacks_somebody(self._now_ns):
+                deadlines.append(self._awaited_until_ns)
         return max(self._now_ns, min(deadlines))
 
     # ---- events ----
@@ -213,8 +222,8 @@ class SyncerCore:
         no_room = self.room.refusal(self._now_ns)
         if no_room and self.state is RunState.EMPTY:
             return no_room
-        back = holder is not None and holder.life == life and self.state is RunState.ENDING
-        if self._ended and not back:
+        back = (holder is not None and holder.life == life) or self.members.kin(life)
+        if self._ended and not (back and self.state is RunState.ENDING):
             return "ended", "this run has reached its end: start a new run, or raise --steps."
         if holder is None and len(self.members) >= MEMBERS_MAX:
             return "full", f"the syncer has {MEMBERS_MAX} learners: it takes no more."
@@ -280,8 +289,6 @@ class SyncerCore:
             self._unseed()
         member.stage = Stage.WAITING
         self._welcome(member, knock, keep=self._may_keep(knock))
-        if self.state is RunState.ENDING:  # it may have missed that
-            self._out.append(act.CompleteRun(lives=(member.life,), reason=self._stop_reason))
 
     def _may_keep(self, knock: Knocked) -> bool:
         """Is what this life holds of our lineage, and is it on record what it has given?"""
@@ -304,12 +311,14 @@ class SyncerCore:
         self.members.ledger(member.life).kin = keep
         if knock.wants_state:
             self.handovers.want(member.life, self._now_ns)
-        if not keep:
-            return  # _settle hands it the whole model
-        member.stage = Stage.LIVE
-        for fragment, version in enumerate(self.rounds.versions):
-            if version > knock.versions[fragment]:
-                self.rounds.announce(fragment, [member], self.clock)
+        self._awaited.discard(member.life.name)
+        if keep:  # else _settle hands it the whole model
+            member.stage = Stage.LIVE
+            for fragment, version in enumerate(self.rounds.versions):
+                if version > knock.versions[fragment]:
+                    self.rounds.announce(fragment, [member], self.clock)
+        if self.state is RunState.ENDING:  # it may have missed that
+            self._out.append(act.CompleteRun(lives=(member.life,), reason=self._stop_reason))
 
     # ---- the model ----
 
@@ -417,10 +426,10 @@ class SyncerCore:
             self.rounds.launch(now, self.clock)
         self.rounds.settle(now)
         self.handovers.settle(now, self.clock)
-        if self.state is RunState.ENDING and (
-            not len(self.members) or now >= self._end_deadline_ns
-        ):
-            self._wind_down(now, self._stop_reason)
+        if self.state is RunState.ENDING:
+            nobody = not len(self.members) and not self._lacks_somebody(now)
+            if nobody or now >= self._end_deadline_ns:
+                self._wind_down(now, self._stop_reason)
         if self.state is RunState.STOPPING and not self.rounds.flights:
             self.state = RunState.STOPPED
             lives = tuple(member.life for member in self.members)
@@ -442,8 +451,11 @@ class SyncerCore:
             fragments = len(self.rounds.versions)
             upto = min(self.clock, self.steps) if self.steps else self.clock
             self.rounds.enqueue(policy.due_between(before, upto, self.parameters, fragments))
-        if self.steps and self.clock >= self.steps:
+        if self._at_the_end():
             self._end(now)
+
+    def _at_the_end(self) -> bool:
+        return 0 < self.steps <= self.clock
 
     def _carry(self, training: list[Member]) -> None:
         """Tell those behind a standing clock where it stands, once: no round may come to tell them.
@@ -466,6 +478,14 @@ class SyncerCore:
         self._end_deadline_ns = now + int(patience * SECOND_NS)
         lives = tuple(member.life for member in self.members)
         self._out.append(act.CompleteRun(lives=lives, reason=self._stop_reason))
+        if self._lacks_somebody(now):
+            wait = (self._awaited_until_ns - now) / SECOND_NS
+            text = f"who is not back since the restart has {wait:.0f} s to give what it has"
+            self._out.append(act.Note(text=f"{text}: {', '.join(sorted(self._awaited))[:200]}"))
+
+    def _lacks_somebody(self, now: int) -> bool:
+        """Whoever trained on while the syncer was down has progress for the end of the run."""
+        return bool(self._awaited) and now < self._awaited_until_ns
 
     def _wind_down(self, now: int, reason: str) -> None:
         self.state = RunState.STOPPING

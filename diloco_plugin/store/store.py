@@ -56,6 +56,7 @@ class Store:
         records: of the merges after that manifest, in order. Only of earlier lives.
         notes: what was repaired, sentences for the log.
         start: what `note_start` was told in the last life that told it anything.
+        clean: the last life was closed with everything written.
     """
 
     def __init__(self, root: Path, lock: int, found: Recovered) -> None:
@@ -69,6 +70,7 @@ class Store:
         self.records = list(found.records)
         self.notes = list(found.notes)
         self.start: Mapping[str, Any] = found.life.start if found.life else {}
+        self.clean = found.life is not None and found.life.clean
 
     @classmethod
     def open(cls, directory: Path, *, durability: str, now_ms: int) -> Store:

@@ -107,6 +107,7 @@ class Syncer:
             steps=config.steps,
             seeded=init is not None,
             past=past_of(store) if store is not None else None,
+            clean=store.clean if store is not None else False,
             lineage=store.lineage if store is not None else None,
             now_ns=now,
         )

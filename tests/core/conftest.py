@@ -29,7 +29,7 @@ class SyncerBench:
         self.last: tuple[act.SyncerAction, ...] = ()
 
     def life(self, name: str, number: int = 1) -> Life:
-        return Life(name, f"{number:032x}")
+        return Life(name, f"{number:016x}{name.encode().hex()[:16]:0>16}")
 
     def do(self, kind: type[ev.Event], after_ms: int = 1, **fields: Any) -> None:
         self.now_ms += after_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ def merge(bench: SyncerBench, past: Past, clock: int) -> None:
         bench.do(ev.CommitDone, round=pull.round)
 
 
-def next_life(bench: SyncerBench, past: Past, lineage: int) -> SyncerBench:
+def next_life(bench: SyncerBench, past: Past, lineage: int, **options: Any) -> SyncerBench:
     after = SyncerBench(bench.fragments)
     after.core = SyncerCore(
         bench.core.parameters,
@@ -40,6 +41,7 @@ def next_life(bench: SyncerBench, past: Past, lineage: int) -> SyncerBench:
         past=copy.deepcopy(past),
         lineage=lineage,
         now_ns=0,
+        **options,
     )
     return after
 
@@ -211,3 +213,72 @@ def test_the_past_remembers_a_bounded_number_of_lives() -> None:
         )
     assert len(past.lives) == LIVES_MAX
     assert f"{LIVES_MAX + 9:032x}" in past.lives
+
+
+def back(bench: SyncerBench, name: str) -> None:
+    """It returns with what it holds and the steps that it has taken alone."""
+    bench.knock(name, epoch=7, versions=tuple(bench.core.rounds.versions))
+
+
+def of_two(syncer: Callable[..., SyncerBench]) -> tuple[SyncerBench, Past]:
+    """A life in which both a and b have given."""
+    bench, past = syncer(overlap=1, fragments=1, quorum=2), Past.seeded(1)
+    bench.join("a", "b")
+    for name in "ab":
+        bench.clock(name, 4)
+    (pull,) = bench.of(act.Pull)
+    for name in "ab":
+        bench.push(name, pull)
+    bench.do(ev.MergeDone, round=pull.round, ok=True)
+    past.add(bench.one(act.Commit))
+    bench.do(ev.CommitDone, round=pull.round)
+    return bench, past
+
+
+@pytest.mark.parametrize("first_leaves", [False, True])
+def test_all_who_trained_beyond_the_end_while_the_syncer_was_down_are_let_into_it(
+    syncer: Callable[..., SyncerBench], first_leaves: bool
+) -> None:
+    bench, past = of_two(syncer)
+    after = next_life(bench, past, lineage=7, steps=8)
+    back(after, "a")
+    after.clock("a", 9)
+    assert after.one(act.CompleteRun).lives == (after.life("a"),)
+    if first_leaves:
+        after.do(ev.Left, life=after.life("a"))
+    assert after.core.state is RunState.ENDING
+    back(after, "b")
+    assert after.one(act.Admit).keep
+    assert after.one(act.CompleteRun).lives == (after.life("b"),)
+    after.knock("c")
+    assert after.one(act.Refuse).code == "ended"
+    for name in "ab"[first_leaves:]:
+        assert after.core.state is RunState.ENDING
+        after.do(ev.Left, life=after.life(name))
+    assert after.core.state is RunState.STOPPED
+
+
+def test_the_end_does_not_wait_long_for_those_who_do_not_come_back(
+    syncer: Callable[..., SyncerBench],
+) -> None:
+    bench, past = of_two(syncer)
+    after = next_life(bench, past, lineage=7, steps=8)
+    back(after, "a")
+    after.clock("a", 9)
+    assert "b" in next(note.text for note in after.of(act.Note))
+    after.do(ev.Left, life=after.life("a"))
+    waited_ns = after.core.next_deadline_ns()
+    while after.core.state is RunState.ENDING:
+        after.do(ev.Ticked, 1000)
+    assert waited_ns <= after.now_ms * MS
+    assert after.now_ms <= after.core.parameters.lease * 1000 + 12_000
+
+
+def test_a_run_that_had_ended_in_order_waits_for_nobody(
+    syncer: Callable[..., SyncerBench],
+) -> None:
+    bench, past = of_two(syncer)
+    for clean in (True, False):
+        after = next_life(bench, past, lineage=7, steps=4, clean=clean)
+        after.do(ev.Ticked)
+        assert (after.core.state is RunState.STOPPED) == clean

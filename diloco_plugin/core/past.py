@@ -64,6 +64,17 @@ class Past:
         """Everybody who gave something, oldest first."""
         return ((Life(past.name, incarnation), past) for incarnation, past in self.lives.items())
 
+    def lately(self, max_staleness: int) -> set[str]:
+        """Names of those who gave to one of the newest versions that a push may be based on."""
+        return {
+            known.name
+            for known in self.lives.values()
+            if any(
+                base + 1 + max_staleness >= self.versions[fragment]
+                for fragment, base in known.consumed.items()
+            )
+        }
+
 
 def middle(pushes: Iterable[tuple[float, int]]) -> tuple[float, float] | None:
     """The upper median of (norm, norm per step) of a round; None when nothing has moved."""

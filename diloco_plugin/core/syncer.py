@@ -81,15 +81,16 @@ class SyncerCore:
         self._stop_reason = ""
         #: the last step was reached (as opposed to: the operator stops the daemon)
         self._ended = False
-        #: names of an earlier life that are not back yet; the end waits for them until then
+        #: names that took part in the last rounds of an earlier life and are not back yet
         self._awaited: set[str] = set()
         self._awaited_until_ns = now_ns + parameters.lease_ns + policy.BACKOFF_MAX_NS
+        self._said_who_lacks = False
         if past is not None:
             self.state, self.clock = RunState.RUNNING, past.clock
             self.rounds.resume(past)
             self.members.remember(past)
-            if not (clean and self._at_the_end()):
-                self._awaited = {known.name for known in past.lives.values()}
+            if self._lineage < epoch and not (clean and self._at_the_end()):
+                self._awaited = past.lately(parameters.max_staleness)
 
     def step(self, event: ev.SyncerEvent) -> tuple[act.SyncerAction, ...]:
         """Take one event in; return what is to be done, in order. Raises only on our own bugs."""
@@ -111,8 +112,8 @@ class SyncerCore:
         deadlines += self.handovers.deadlines()
         if self.state is RunState.ENDING:
             deadlines.append(self._end_deadline_ns)
-            if self._lacks_somebody(self._now_ns):
-                deadlines.append(self._awaited_until_ns)
+        if self._lacks_somebody(self._now_ns):
+            deadlines.append(self._awaited_until_ns)
         return max(self._now_ns, min(deadlines))
 
     # ---- events ----
@@ -422,14 +423,15 @@ class SyncerCore:
                 self.room.reason = ""
                 self._out.append(act.Note(text="there is room again: the first model is saved"))
             self._advance(now)
-        if self.state in (RunState.RUNNING, RunState.ENDING):
+        going = self.state in (RunState.RUNNING, RunState.ENDING)
+        if going and not self._lacks_somebody(now):
             self.rounds.launch(now, self.clock)
         self.rounds.settle(now)
         self.handovers.settle(now, self.clock)
-        if self.state is RunState.ENDING:
-            nobody = not len(self.members) and not self._lacks_somebody(now)
-            if nobody or now >= self._end_deadline_ns:
-                self._wind_down(now, self._stop_reason)
+        if self.state is RunState.ENDING and (
+            not len(self.members) or now >= self._end_deadline_ns
+        ):
+            self._wind_down(now, self._stop_reason)
         if self.state is RunState.STOPPING and not self.rounds.flights:
             self.state = RunState.STOPPED
             lives = tuple(member.life for member in self.members)
@@ -451,7 +453,9 @@ class SyncerCore:
             fragments = len(self.rounds.versions)
             upto = min(self.clock, self.steps) if self.steps else self.clock
             self.rounds.enqueue(policy.due_between(before, upto, self.parameters, fragments))
-        if self._at_the_end():
+        if self._lacks_somebody(now):
+            self._say_who_lacks(now)
+        elif self._at_the_end():
             self._end(now)
 
     def _at_the_end(self) -> bool:
@@ -478,14 +482,21 @@ class SyncerCore:
         self._end_deadline_ns = now + int(patience * SECOND_NS)
         lives = tuple(member.life for member in self.members)
         self._out.append(act.CompleteRun(lives=lives, reason=self._stop_reason))
-        if self._lacks_somebody(now):
-            wait = (self._awaited_until_ns - now) / SECOND_NS
-            text = f"who is not back since the restart has {wait:.0f} s to give what it has"
-            self._out.append(act.Note(text=f"{text}: {', '.join(sorted(self._awaited))[:200]}"))
 
     def _lacks_somebody(self, now: int) -> bool:
-        """Whoever trained on while the syncer was down has progress for the end of the run."""
+        """Is somebody not back yet that has trained on while the syncer was down?
+
+        A merge without it would overwrite what it has done, and so would the end of the run.
+        """
         return bool(self._awaited) and now < self._awaited_until_ns
+
+    def _say_who_lacks(self, now: int) -> None:
+        if self._said_who_lacks or not len(self.members):
+            return
+        self._said_who_lacks = True
+        wait = (self._awaited_until_ns - now) / SECOND_NS
+        text = f"merges wait for those that are not back since the restart, {wait:.0f} s at most"
+        self._out.append(act.Note(text=f"{text}: {', '.join(sorted(self._awaited))}"))
 
     def _wind_down(self, now: int, reason: str) -> None:
         self.state = RunState.STOPPING

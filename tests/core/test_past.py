@@ -235,27 +235,51 @@ def of_two(syncer: Callable[..., SyncerBench]) -> tuple[SyncerBench, Past]:
     return bench, past
 
 
-@pytest.mark.parametrize("first_leaves", [False, True])
-def test_all_who_trained_beyond_the_end_while_the_syncer_was_down_are_let_into_it(
-    syncer: Callable[..., SyncerBench], first_leaves: bool
+def test_merges_and_the_end_wait_for_all_who_trained_on_while_the_syncer_was_down(
+    syncer: Callable[..., SyncerBench],
 ) -> None:
     bench, past = of_two(syncer)
     after = next_life(bench, past, lineage=7, steps=8)
     back(after, "a")
+    assert after.one(act.Note).text.endswith("at most: b")
+    after.clock("a", 9)
+    assert after.core.state is RunState.RUNNING
+    assert not after.of(act.Note), "once"
+    assert not after.of(act.Pull)
+    back(after, "b")
+    assert after.one(act.Admit).keep
+    assert after.one(act.CompleteRun).lives == (after.life("a"), after.life("b"))
+    assert after.one(act.Pull).lives == (after.life("a"), after.life("b"))
+
+
+def test_nobody_is_waited_for_that_left_long_ago_or_must_take_the_model_anew(
+    syncer: Callable[..., SyncerBench],
+) -> None:
+    bench, past = of_two(syncer)
+    anew = next_life(bench, past, lineage=8)
+    past.versions[0] += bench.core.parameters.max_staleness + 1
+    later = next_life(bench, past, lineage=7)
+    for after in (anew, later):
+        after.join("c")
+        after.clock("c", 12)
+        assert after.one(act.Pull).lives == (after.life("c"),)
+
+
+def test_who_lost_its_connection_when_the_run_ended_is_let_into_the_end(
+    syncer: Callable[..., SyncerBench],
+) -> None:
+    bench, past = of_two(syncer)
+    after = next_life(bench, past, lineage=7, steps=8)
+    back(after, "a")
+    back(after, "b")
+    after.do(ev.Vanished, life=after.life("b"))
     after.clock("a", 9)
     assert after.one(act.CompleteRun).lives == (after.life("a"),)
-    if first_leaves:
-        after.do(ev.Left, life=after.life("a"))
-    assert after.core.state is RunState.ENDING
     back(after, "b")
     assert after.one(act.Admit).keep
     assert after.one(act.CompleteRun).lives == (after.life("b"),)
     after.knock("c")
     assert after.one(act.Refuse).code == "ended"
-    for name in "ab"[first_leaves:]:
-        assert after.core.state is RunState.ENDING
-        after.do(ev.Left, life=after.life(name))
-    assert after.core.state is RunState.STOPPED
 
 
 def test_the_end_does_not_wait_long_for_those_who_do_not_come_back(
@@ -265,13 +289,9 @@ def test_the_end_does_not_wait_long_for_those_who_do_not_come_back(
     after = next_life(bench, past, lineage=7, steps=8)
     back(after, "a")
     after.clock("a", 9)
-    assert "b" in next(note.text for note in after.of(act.Note))
-    after.do(ev.Left, life=after.life("a"))
-    waited_ns = after.core.next_deadline_ns()
-    while after.core.state is RunState.ENDING:
-        after.do(ev.Ticked, 1000)
-    assert waited_ns <= after.now_ms * MS
-    assert after.now_ms <= after.core.parameters.lease * 1000 + 12_000
+    while not after.of(act.CompleteRun):
+        after.do(ev.Heard, 1000, life=after.life("a"))
+        assert after.now_ms < after.core.parameters.lease * 1000 + 12_000
 
 
 def test_a_run_that_had_ended_in_order_waits_for_nobody(

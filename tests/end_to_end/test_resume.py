@@ -199,3 +199,28 @@ def test_a_syncer_that_failed_to_start_lets_its_state_go(state: dict[str, Any]) 
             Syncer(taken)
     with running_syncer(**RUN, config=state):
         pass
+
+
+def test_all_who_trained_beyond_the_last_step_without_the_syncer_give_it_to_the_end_of_the_run(
+    state: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    bind = f"tcp://127.0.0.1:{free_ports()}"
+    flags = ["--bind", bind, "--state", state["state"], "--steps", "1900", "--lease", "3"]
+    flags += ["--sync-every", "200", "--fragments", "1", "--quorum", "2"]
+    with (
+        Daemon(*flags) as daemon,
+        Trainee(small_model(), bind, "a", data=1) as first,
+        Trainee(small_model(), bind, "b", data=2) as second,
+    ):
+        both = (first, second)
+        for trainee in both:
+            trainee.wait(lambda t=trainee: t.merged and 50 < t.steps % 200 < 100)  # no round now
+        daemon.kill()
+        for trainee in both:
+            trainee.wait(lambda t=trainee: t.steps > 2000)
+        before = [trainee.merged for trainee in both]
+        with Daemon(*flags) as again:
+            assert again.wait(60) == 0
+    assert all(trainee.merged > merged for trainee, merged in zip(both, before, strict=True))
+    assert "refused this learner" not in caplog.text
+    assert "without a closing round" not in caplog.text

@@ -117,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="can this machine join a run?", allow_abbrev=False)
     _add_address(check)
+    check.add_argument(
+        "--name", help="of the learner, where there are keys of several (default: DILOCO_NAME)"
+    )
     check.set_defaults(command_function=_check, command_parser=check)
 
     keygen = commands.add_parser(
@@ -275,7 +278,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from diloco_plugin.status import check
 
     try:
-        sentence = check(default_address(arguments.address), arguments.keys)
+        sentence = check(default_address(arguments.address), arguments.keys, name=arguments.name)
     except (RefusedError, UnreachableError) as error:
         sys.stdout.write(f"no: {error}\n")
         return error.exit_code

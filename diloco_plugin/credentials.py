@@ -43,7 +43,9 @@ def learner_keys(address: str, keys: str | None, name: str | None) -> LineKeys |
     return read_line_keys(folder, name or os.environ.get(NAME_VARIABLE, ""))
 
 
-def visitor_keys(address: str, keys: str | None, *, operator: bool) -> LineKeys | Insecure | None:
+def visitor_keys(
+    address: str, keys: str | None, name: str | None = None, *, operator: bool
+) -> LineKeys | Insecure | None:
     """What somebody connects with who only asks; `operator`: by preference with syncer.key.
 
     Raises:
@@ -52,7 +54,8 @@ def visitor_keys(address: str, keys: str | None, *, operator: bool) -> LineKeys 
     folder = _chosen(address, keys)
     if not isinstance(folder, Path):
         return folder
-    return read_visitor_keys(folder, os.environ.get(NAME_VARIABLE, ""), operator=operator)
+    name = name or os.environ.get(NAME_VARIABLE, "")
+    return read_visitor_keys(folder, name, operator=operator)
 
 
 def _chosen(address: str, keys: str | None) -> Path | Insecure | None:

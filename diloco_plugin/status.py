@@ -230,22 +230,35 @@ def _span(seconds: float) -> str:
     return f"{whole} s"
 
 
-def check(address: str, keys: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+def check(
+    address: str,
+    keys: str | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    *,
+    name: str | None = None,
+) -> str:
     """Says, in a sentence, that a trainer on this machine could join the run at `address`.
 
+    Args:
+        name: of the learner, where the folder of keys holds those of several.
+
     Raises:
+        ConfigError: the keys cannot be used; says which and why.
         RefusedError: the run takes nobody, or nobody with these keys or of this version.
         UnreachableError: no syncer answers there, or its second port cannot be reached.
     """
     from diloco_plugin._version import __version__
     from diloco_plugin.credentials import visitor_keys
+    from diloco_plugin.net.diagnosis import unresolved
     from diloco_plugin.wire.messages import PROTOCOL
 
-    security = visitor_keys(address, keys, operator=False)
+    security = visitor_keys(address, keys, name, operator=False)
     began = time.monotonic()
     try:
         body = fetch(address, timeout_seconds, security)
     except UnreachableError:
+        if problem := unresolved(Address.parse(address)):
+            raise UnreachableError(problem) from None
         raise UnreachableError(
             f"nothing answered at {address} within {timeout_seconds:g} s; is `diloco syncer`"
             f" running there, listening on that address, and does a firewall let {_port(address)}"

@@ -7,6 +7,8 @@ CaptureBase, Restore) come out of training-thread events only.
 
 from __future__ import annotations
 
+from typing import Final
+
 from . import actions as act
 from . import events as ev
 from . import parts, policy
@@ -17,6 +19,14 @@ from .pace import Pace
 from .parameters import Parameters
 from .parts import Part
 from .staging import Staging
+
+#: What the reasons of fates mean, where they say too little to people.
+_MEANING: Final = {
+    "stale": "it began at a version that is too old by now",
+    "consumed base": "it was merged before",
+    "norm": "it is far larger than is usual here (norm)",
+    "not finite": "it holds values that are not finite",
+}
 
 
 class LearnerCore:
@@ -336,8 +346,8 @@ class LearnerCore:
         refused = event.fate in ("rejected", "stale")
         key = f"rejected ({event.reason})" if event.fate == "rejected" else event.fate
         if key not in self.fates and refused:
-            what = f"fragment {event.fragment}: {event.fate} ({event.reason})"
-            self._note(f"the syncer refused {what}")
+            why = _MEANING.get(event.reason, event.reason)
+            self._note(f"the syncer did not take progress of fragment {event.fragment}: {why}")
         self.fates[key] = self.fates.get(key, 0) + 1
         again = part.hear_fate(event.round, event.fate)
         if again and refused and self.closing:
@@ -349,7 +359,7 @@ class LearnerCore:
     def _welcome(self, event: ev.Welcomed) -> None:
         assert self.parameters is not None, "lay_out() comes first"
         self._let_go()  # a second Welcome replaces the first
-        self._note(self.link.found(self._now_ns))
+        self._note(self.link.found(self._now_ns, keep=event.keep))
         self.link.welcome(self._now_ns, event.epoch, self.parameters.lease_ns, keep=event.keep)
         self.clock = max(self.clock, event.clock)
         for part in self.parts:

@@ -68,16 +68,23 @@ class Link:
         """The syncer gave a sign of life."""
         self._heard_ns = now_ns
 
-    def found(self, now_ns: int) -> str:
-        """What to tell who has trained on without a syncer and is welcome now; "" if nobody has."""
+    def found(self, now_ns: int, *, keep: bool) -> str:
+        """What to tell who has trained on without a syncer and is welcome now; "" if nobody has.
+
+        `keep`: what it has done counts; else it takes the run's model, if there is one.
+        """
         steps, self.steps_alone = self.steps_alone, 0
         if self.connected or not (self.epoch or steps):
             return ""
         again = " again" if self.epoch else ""
-        return (
-            f"found the syncer{again} after {(now_ns - self._alone_ns) // SECOND_NS} s;"
-            f" {policy.counted(steps, 'step')} taken alone"
-        )
+        alone = f"{policy.counted(steps, 'step')} taken alone"
+        if steps:
+            alone += (
+                " will be offered to the run"
+                if keep
+                else " count only if the run has no model yet: this learner takes the run's"
+            )
+        return f"found the syncer{again} after {(now_ns - self._alone_ns) // SECOND_NS} s; {alone}"
 
     def welcome(self, now_ns: int, epoch: int, lease_ns: int, *, keep: bool) -> None:
         """The syncer let us in; `keep`: what we hold is of its lineage."""

@@ -211,7 +211,7 @@ def diagnose(status: dict[str, Any]) -> list[str]:
         problems.append(
             "no model yet: the first learner that joins brings it (or start with --init)."
         )
-    elif not live and status["state"] == "running":
+    elif not learners and status["state"] == "running":
         problems.append("no learner is live: start one, or look at why they left.")
     expected = parameters["learners"]
     if expected and len(live) < expected and status["state"] == "running":

@@ -11,7 +11,7 @@ from .members import Stage
 from .parameters import SECOND_NS
 
 #: So much of why somebody was turned away: it may list every tensor of a model.
-TEXT_MAX: Final = 300
+TEXT_MAX: Final = 600
 
 if TYPE_CHECKING:
     from .syncer import SyncerCore
@@ -68,7 +68,7 @@ def _learners(core: SyncerCore, now_ns: int) -> list[dict[str, Any]]:
                 "index": member.index,
                 "state": state,
                 "clock": member.clock,
-                "lag": core.clock - member.clock,
+                "lag": core.clock - member.clock if member.stage is Stage.LIVE else 0,
                 "step_s": member.step_ns / SECOND_NS,
                 "rounds_asked": member.rounds_asked,
                 "rounds_joined": member.rounds_joined,

@@ -78,6 +78,20 @@ def key_problem(address: Address, keys: LineKeys | Insecure | None) -> str:
     return ""
 
 
+def unresolved(address: Address) -> str:
+    """Why the host of an address cannot be found by its name; "" when it can."""
+    if address.scheme != "tcp":
+        return ""
+    try:
+        stdlib_socket.getaddrinfo(address.host, address.port)
+    except OSError as error:
+        return (
+            f"this machine knows no host {address.host!r} ({error.strerror or error}): check the"
+            " spelling, or give its IP address."
+        )
+    return ""
+
+
 def why_unanswered(
     address: Address, seconds: float, sent: bool, keys: LineKeys | Insecure | None
 ) -> DiLoCoError:
@@ -88,6 +102,8 @@ def why_unanswered(
             f"{where}, although TCP connected and ZeroMQ is spoken there: the syncer is busy or "
             "stuck, or the port is not its control port. Try again, then look at its log."
         )
+    if problem := unresolved(address):
+        return UnreachableError(problem)
     if not listens(address):
         return UnreachableError(
             f"{where}: TCP did not connect. In order of likelihood: no syncer runs there (start "

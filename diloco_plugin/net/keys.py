@@ -227,14 +227,17 @@ def read_line_keys(folder: Path, name: str) -> LineKeys:
 
 
 def read_visitor_keys(folder: Path, name: str, *, operator: bool) -> LineKeys:
-    """The keys of somebody who only asks: any learner's, `name`'s first, or the syncer's own.
+    """The keys of somebody who only asks: a learner's, `name`'s first, or the syncer's own.
 
-    `operator`: the syncer's own first, which is always let in.
+    `operator`: the syncer's own first, which is always let in, or those of any learner.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: there is none, it cannot be used, or (but for an operator) it is not clear
+            whose is meant.
     """
     names = _names(folder)
+    if len(names) > 1 and not operator:
+        return read_line_keys(folder, name)
     chosen = name if name in names else names[0] if names else ""
     if (folder / "syncer.key").exists() and (operator or not chosen):
         own = _read_own_pair(folder)

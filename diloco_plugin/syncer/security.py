@@ -66,6 +66,8 @@ class Security:
             self.guard = Guard(context, keys, broken)
         self._insecure_said = float("-inf")
         self._refused_said = 0
+        #: why the list of keys was not read again as asked
+        self._unread = ""
         self._refused_at = float("-inf")
 
     def say(self) -> None:
@@ -167,8 +169,10 @@ class Security:
         try:
             learners = read_allow_list(self._folder)
         except ConfigError as error:
-            log.error("SIGHUP: the old list of keys stays, because of the new one: %s", error)
+            self._unread = f"the old list of keys stays, because of the new one: {error}"
+            log.error("SIGHUP: %s", self._unread)
             return frozenset()
+        self._unread = ""
         before, self._learners = self._learners, learners
         self._known |= learners
         self.guard.admit(learners)
@@ -233,12 +237,17 @@ class Security:
             f"nobody is admitted: {self._folder}/learners.d holds no NAME.pub. Make keys with"
             " `diloco keygen NAME`, bring NAME.pub there and send the syncer SIGHUP."
         )
-        return ([] if self._learners else [nobody]) + [
-            f"{self._barred(r.fingerprint)} was refused {counted(r.count, 'time')}, last from"
-            f" {r.address}: if it is a"
-            " learner's, put its NAME.pub into learners.d and send the syncer SIGHUP."
-            for r in self.guard.refused()[-3:]
-        ]
+        lists = [] if self._learners else [nobody]
+        return (
+            lists
+            + ([self._unread] if self._unread else [])
+            + [
+                f"{self._barred(r.fingerprint)} was refused {counted(r.count, 'time')}, last from"
+                f" {r.address}: if it is a"
+                " learner's, put its NAME.pub into learners.d and send the syncer SIGHUP."
+                for r in self.guard.refused()[-3:]
+            ]
+        )
 
     def close(self) -> None:
         """End the guard: from now on nobody comes in."""

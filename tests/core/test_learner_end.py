@@ -404,14 +404,24 @@ def test_a_refusal_that_is_not_final_does_not_sound_so(learner: Make) -> None:
         assert bench.one(act.Note).text.endswith(f"(No room. Wait); {end}")
 
 
-def test_who_lost_its_syncer_says_that_it_found_it_again(learner: Make) -> None:
+@pytest.mark.parametrize(
+    ("keep", "so"),
+    [
+        (True, "will be offered to the run"),
+        (False, "count only if the run has no model yet: this learner takes the run's"),
+    ],
+)
+def test_who_lost_its_syncer_says_that_it_found_it_again_and_what_its_steps_are_worth(
+    learner: Make, keep: bool, so: str
+) -> None:
     bench = learner()
     bench.welcome()
     assert not bench.of(act.Note)
     bench.do(ev.Lost, reason="the connection broke")
     bench.train(400)
-    bench.welcome()
-    assert bench.one(act.Note).text == "found the syncer again after 12 s; 400 steps taken alone"
+    bench.welcome(keep=keep)
+    found = "found the syncer again after 12 s; 400 steps taken alone"
+    assert bench.one(act.Note).text == f"{found} {so}"
     bench.welcome()
     assert not bench.of(act.Note), "it was not alone"
 

@@ -309,6 +309,10 @@ def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
         def present() -> list[str]:
             return [learner["name"] for learner in fetch(address, keys=operator)["learners"]]
 
+        def complains() -> bool:
+            problems = fetch(address, keys=operator)["problems"]
+            return any("the old list of keys stays" in problem for problem in problems)
+
         with Trainee(
             small_model(0), address, "alpha", keys=folder(ring, "alpha"), close_timeout=1.0
         ) as alpha:
@@ -318,6 +322,7 @@ def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
             daemon.send(signal.SIGHUP)
             until(lambda: "the old list of keys stays" in daemon.err)
             assert "broken.pub has 8 characters instead of 40" in daemon.err
+            assert complains()
             (ring.syncer / "learners.d").rename(ring.syncer / "away")
             daemon.send(signal.SIGHUP)
             until(lambda: f"cannot read {ring.syncer}/learners.d: No such file" in daemon.err)
@@ -326,6 +331,7 @@ def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
             (ring.syncer / "learners.d" / "broken.pub").unlink()
             daemon.send(signal.SIGHUP)
             until(lambda: "admitted learners: 2; new: beta; no more: none" in daemon.err)
+            assert not complains()
             with Trainee(small_model(1), address, "beta", keys=folder(ring, "beta")) as beta:
                 beta.wait(lambda: beta.merged > 2)
                 ring.bar("alpha")

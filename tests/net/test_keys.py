@@ -221,12 +221,15 @@ def test_a_public_key_of_another_syncer_beside_the_secret_is_refused(
         read_door_keys(ring.syncer)
 
 
-def test_who_only_looks_takes_any_key_there_is(ring: Keyring) -> None:
+def test_who_looks_takes_any_key_and_who_asks_for_a_learner_says_for_which(
+    ring: Keyring,
+) -> None:
     assert read_visitor_keys(ring.syncer, "", operator=False).name == "syncer"
     make_learner_keys(ring.syncer, "tokyo")
     make_learner_keys(ring.syncer, "berlin")
     assert read_visitor_keys(ring.syncer, "", operator=True).name == "syncer"
-    assert read_visitor_keys(ring.syncer, "", operator=False).name == "berlin"
+    with pytest.raises(ConfigError, match=r"several learners \(berlin, tokyo\)"):
+        read_visitor_keys(ring.syncer, "", operator=False)
     assert read_visitor_keys(ring.syncer, "tokyo", operator=False).name == "tokyo"
     folder = ring.learner("paris")
     assert read_visitor_keys(folder, "host-17", operator=True).name == "paris"

@@ -24,6 +24,8 @@ class Part:
     heard: int = -1
     #: oldest version that holds everything this learner gave
     needed: int = -1
+    #: what it gave last may be in the next version that it hears of: the link broke in between
+    unsure: bool = False
     #: version that is being fetched, or has arrived and waits for the next boundary
     fetching: int | None = None
     arrived: int | None = None
@@ -69,7 +71,8 @@ class Part:
     def done(self) -> bool:
         """Is all progress taken, and does the base hold it, to the last digit?"""
         taken = self.steps == 0 and self.owed is None
-        return taken and self.base_exact and self.base >= max(0, self.needed)
+        # before the syncer has said where it stands nobody knows what is missing here
+        return taken and self.heard >= 0 and self.base_exact and self.base >= max(0, self.needed)
 
     @property
     def taken_or_refused(self) -> bool:
@@ -92,6 +95,8 @@ class Part:
         if self.owed is not None and self.owed == self.merged:
             self.owed = None  # its version is announced right after its fate
             self.needed = version
+        if self.unsure and version > self.base:
+            self.unsure, self.needed = False, version
         self.heard = max(self.heard, version)
         newer = version > self.announced
         if newer:
@@ -126,7 +131,10 @@ class Part:
         self.close_asked = self.close_heard = False
 
     def let_go(self) -> None:
-        """What was between this learner and its syncer is void."""
+        """What was between this learner and its syncer is void, but for progress that may be in a
+        version of which nothing was heard.
+        """
+        self.unsure = self.unsure or self.owed is not None or self.needed > self.base
         self.needed = self.heard = -1
         self.pull = self.given = self.owed = self.merged = self.due = None
         self.close_asked = self.close_heard = False

@@ -315,9 +315,8 @@ class SyncerCore:
         self._awaited.discard(member.life.name)
         if keep:  # else _settle hands it the whole model
             member.stage = Stage.LIVE
-            for fragment, version in enumerate(self.rounds.versions):
-                if version > knock.versions[fragment]:
-                    self.rounds.announce(fragment, [member], self.clock)
+            # what it holds already, too: it may not leave before it knows
+            self._announce_model(member)
         if self.state is RunState.ENDING:  # it may have missed that
             self._out.append(act.CompleteRun(lives=(member.life,), reason=self._stop_reason))
 

@@ -74,7 +74,10 @@ def test_a_seeder_does_not_leave_before_the_syncer_holds_its_model(learner: Make
     bench.do(ev.SeedAsked)
     bench.do(ev.FinishAsked)
     assert not bench.of(act.Leave)
-    bench.announce(0, 0)
+    for fragment in (0, 1):
+        bench.do(ev.FinishAsked)
+        assert not bench.of(act.Leave)
+        bench.announce(fragment, 0)
     bench.do(ev.FinishAsked)
     assert bench.one(act.Leave)
 

@@ -477,3 +477,43 @@ def test_in_lockstep_what_is_asked_for_now_goes_before_what_comes_due_later(lear
     bench.do(ev.PushSent, fragment=0)
     bench.do(ev.Paused)
     assert bench.of(act.Snapshot) == [act.Snapshot(fragment=2)], "its turn comes"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_who_never_heard_what_became_of_its_push_does_not_leave_without_the_version_that_has_it(
+    learner: Make, told: bool
+) -> None:
+    bench = learner(fragments=1)
+    bench.join()
+    bench.train(2)
+    bench.pull(0, 0)
+    bench.train()
+    bench.do(ev.PushSent, fragment=0)
+    bench.land(0, 1)  # others made that one, while the push was on its way
+    if told:
+        bench.fate(0, 0, "merged")
+        bench.do(ev.Announced, fragment=0, version=2, clock=0, exact=False)
+    bench.do(ev.Lost, reason="the connection broke")
+    bench.do(ev.FinishAsked)
+    bench.welcome(keep=True)
+    bench.do(ev.Announced, fragment=0, version=2, clock=0, exact=False)
+    bench.do(ev.FinishAsked)
+    assert not bench.of(act.Leave)
+    bench.do(ev.Arrived, fragment=0, version=2)
+    bench.do(ev.FinishAsked)
+    assert bench.one(act.Apply).version == 2
+    assert bench.one(act.AskClose).fragments == (0,), "its copy is not exact"
+    assert not bench.of(act.Leave)
+
+
+def test_who_is_back_does_not_leave_before_it_knows_what_it_misses(learner: Make) -> None:
+    bench = learner(fragments=1)
+    bench.join()
+    bench.do(ev.Lost, reason="the connection broke")
+    bench.do(ev.FinishAsked)
+    bench.welcome(keep=True)
+    bench.do(ev.FinishAsked)
+    assert not bench.of(act.Leave)
+    bench.announce(0, 0)
+    bench.do(ev.FinishAsked)
+    assert bench.one(act.Leave)

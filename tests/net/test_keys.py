@@ -228,7 +228,7 @@ def test_who_looks_takes_any_key_and_who_asks_for_a_learner_says_for_which(
     make_learner_keys(ring.syncer, "tokyo")
     make_learner_keys(ring.syncer, "berlin")
     assert read_visitor_keys(ring.syncer, "", operator=True).name == "syncer"
-    with pytest.raises(ConfigError, match=r"several learners \(berlin, tokyo\)"):
+    with pytest.raises(ConfigError, match="several learners \(berlin, tokyo\)"):
         read_visitor_keys(ring.syncer, "", operator=False)
     assert read_visitor_keys(ring.syncer, "tokyo", operator=False).name == "tokyo"
     folder = ring.learner("paris")

@@ -47,7 +47,7 @@ class Round:
     clock: int
     opened_ns: int
     asked: dict[Life, Ask]
-    #: finished learners for whose sake this closing round was opened; it waits for them
+    #: finished learners for whose sake this closing round was opened; it waits for them a while
     requesters: set[Life]
     phase: Phase = Phase.COLLECTING
     quorum: int = 0

@@ -68,6 +68,12 @@ class Stay:
             self.held_ns += now_ns - self.holding_ns
             self.holding_ns = 0
 
+    def slept(self, gap_ns: int) -> None:
+        """The syncer was asleep for so long: nobody was held up by this name."""
+        self.since_ns += gap_ns
+        if self.holding_ns:
+            self.holding_ns += gap_ns
+
     def hold_until_ns(self, lease_ns: int) -> int:
         """When a hold must end that is under way: the lease / HOLD_BURST, and its share, are used.
 

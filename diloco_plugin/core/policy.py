@@ -89,6 +89,14 @@ def grace_ns(parameters: Parameters, step_ns: int, quorum_ns: int, sync_ns: int)
     return int(parameters.grace * max(0, slack))
 
 
+def regather_ns(parameters: Parameters) -> int:
+    """How long merges wait after a restart for learners that may have trained on: until they have
+    missed an answer and called again, but well within the patience of those who close.
+    """
+    called = parameters.lease_ns // 5 + BACKOFF_MAX_NS
+    return min(called, int(parameters.close_timeout * SECOND_NS / 2))
+
+
 def moving_average(average: int, value: int) -> int:
     """Exponential moving average, weight 1/4; 0 means that nothing was observed yet."""
     return value if average == 0 else average + (value - average) // 4

@@ -281,6 +281,8 @@ class Rounds:
         # once there, a quorum stays: a quiet learner that wakes up does not take it back
         over = flight.phase is Phase.GRACE and now_ns >= flight.grace_until_ns
         closers = [life for life in waited_for if self._closes(life)]
+        if over:
+            closers = [life for life in closers if life in flight.requesters]
         blocks = self._blocks(flight, now_ns)
         if over or closers == waited_for:
             if blocks:
@@ -292,9 +294,10 @@ class Rounds:
         return set(waited_for if blocks and waited_for is closers else ())
 
     def _blocks(self, flight: Round, now_ns: int) -> bool:
-        """Does anybody suffer from this round being open?"""
-        due = flight.fragment in self.queue and not self.parameters.lockstep
-        return due and bool(self._members.training(now_ns, self.parameters))
+        """Does anybody who trains suffer from this round being open?"""
+        due = flight.fragment in self.queue or (bool(self.queue) and not flight.closing)
+        trains = due and not self.parameters.lockstep
+        return trains and bool(self._members.training(now_ns, self.parameters))
 
     def _closes(self, life: Life) -> bool:
         member = self._members.get(life)

@@ -83,7 +83,7 @@ class SyncerCore:
         self._ended = False
         #: names that took part in the last rounds of an earlier life and are not back yet
         self._awaited: set[str] = set()
-        self._awaited_until_ns = now_ns + parameters.lease_ns + policy.BACKOFF_MAX_NS
+        self._awaited_until_ns = now_ns + policy.regather_ns(parameters)
         self._said_who_lacks = False
         if past is not None:
             self.state, self.clock = RunState.RUNNING, past.clock
@@ -382,6 +382,7 @@ class SyncerCore:
         self.members.remove(member.life)
         self.rounds.forget(member.life)
         self.handovers.forget(member.life)
+        member.stay.hold(self._now_ns, holds=False)
         if member.stage is Stage.SEEDING:
             self._unseed()
         self._out.append(act.Dismiss(life=member.life, reason=reason, tell=tell))
@@ -407,9 +408,11 @@ class SyncerCore:
         for member in self.members:
             member.lease_until_ns = max(member.lease_until_ns, now + half)
             member.moved_ns = max(member.moved_ns, now - half)
+            member.stay.slept(gap)
         self.rounds.postpone(now - half)
         self._claims.postpone(now + policy.PROBE_NS // 2)
         self._end_deadline_ns += gap
+        self._awaited_until_ns += gap
 
     # ---- time passes ----
 
@@ -483,7 +486,7 @@ class SyncerCore:
         self._out.append(act.CompleteRun(lives=lives, reason=self._stop_reason))
 
     def _lacks_somebody(self, now: int) -> bool:
-        """Is somebody not back yet that has trained on while the syncer was down?
+        """Is somebody not back yet that may have trained on while the syncer was down?
 
         A merge without it would overwrite what it has done, and so would the end of the run.
         """

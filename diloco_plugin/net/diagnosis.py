@@ -24,7 +24,7 @@ def listens(address: Address) -> bool:
     """Does anything at all accept connections there? Blocks for a second at most; any thread."""
     try:
         _connect(address).close()
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return True
 
@@ -84,10 +84,11 @@ def unresolved(address: Address) -> str:
         return ""
     try:
         stdlib_socket.getaddrinfo(address.host, address.port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label that is empty or too long is the latter
+        why = getattr(error, "strerror", None) or error
         return (
-            f"this machine knows no host {address.host!r} ({error.strerror or error}): check the"
-            " spelling, or give its IP address."
+            f"this machine knows no host {address.host!r} ({why}): check the spelling, or give its"
+            " IP address."
         )
     return ""
 

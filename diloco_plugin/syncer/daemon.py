@@ -325,7 +325,7 @@ class Syncer:
         if problem is None and self._core.room.refusal(now) is None:
             nobody = self._core.state is RunState.EMPTY and not len(self._core.members)
             try:
-                problem = self._intake.problem(hello, nobody=nobody)
+                problem = self._intake.problem(hello, heard.key, nobody=nobody)
             except NoRoomError as error:
                 problem = ("room", str(error))
             except WireError as error:

@@ -23,7 +23,7 @@ from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.resuming import run_file, specs_of
 from diloco_plugin.tensors.layout import TensorSpec, build_layout, differences, taking_part
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_model, model_length
+from diloco_plugin.wire.framing import decode_model, encode_model, model_length
 
 log = logging.getLogger("diloco.syncer")
 
@@ -31,7 +31,8 @@ log = logging.getLogger("diloco.syncer")
 KEEPER_CLOSE_SECONDS: Final = 300.0
 #: More tensors than twice those of the run, and so many, are not looked at one by one.
 FEW: Final = 1000
-#: Of the time in which one speaker may be heard, all models that are new to us get a quarter.
+#: Of the time in which a speaker may be heard, models that are new to us get a quarter: those of
+#: one key, or of all who have none.
 NEW_COST: Final = 4
 BUSY: Final = "too many learners with a model that is not known here yet: ask again later"
 
@@ -63,6 +64,8 @@ class Intake:
     def go_on(self, run: RunFile, model: GlobalModel) -> None:
         """The model is that of an earlier life."""
         self._specs, self.model_config = specs_of(run), run.model_config
+        said = (msg.Tensor(s.name, s.shape, s.dtype, s.kind, s.alias_of) for s in self._specs)
+        self._said = _digest(encode_model(tuple(said)))  # with local buffers, they say more
         self._merging.model = model
         self._bulk.use_model(model)
         if self._keeper is not None:
@@ -72,17 +75,18 @@ class Intake:
         """A learner was admitted: the first one that has a configuration tells it."""
         self.model_config = self.model_config or model_config
 
-    def problem(self, hello: msg.Hello, *, nobody: bool) -> tuple[str, str] | None:
+    def problem(self, hello: msg.Hello, key: bytes, *, nobody: bool) -> tuple[str, str] | None:
         """Why this learner's model is not the run's, which is made by the first one: (code, text).
 
-        While nobody has brought a model (`nobody`), whoever knocks next may have another one.
+        `key`: of who says this, if it has one; those without share what attention there is. While
+        nobody has brought a model (`nobody`), whoever knocks next may have another one.
 
         Raises:
             NoRoomError: the model given with --init cannot be saved.
             WireError: this describes no model.
         """
         known = self._merging.model is not None and not nobody
-        said = hashlib.blake2b(hello.tensors, digest_size=32).digest()
+        said = _digest(hello.tensors)
         if known and said == self._said:
             return None
         length = model_length(hello.tensors)
@@ -91,7 +95,7 @@ class Intake:
                 f"the run has {len(self._specs):,} tensors, this learner describes {length:,}"
             )
         cost = cost_of(NEW_COST * memoryview(hello.tensors).nbytes)
-        if known and not self._attention.allows("all", time.monotonic_ns(), cost):
+        if known and not self._attention.allows(key, time.monotonic_ns(), cost):
             return "busy", BUSY
         text = self._difference(hello, nobody=nobody)
         if text:
@@ -167,6 +171,10 @@ class Intake:
         model = self._merging.the_model
         run = run_file(self._config, self._specs, model, self.model_config)
         self._keeper.begin(run, model, done)
+
+
+def _digest(model: Raw) -> bytes:
+    return hashlib.blake2b(model, digest_size=32).digest()
 
 
 def specs_said(model: Raw, buffers: str) -> tuple[TensorSpec, ...]:

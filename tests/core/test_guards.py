@@ -124,6 +124,59 @@ def test_a_closing_round_does_not_wait_for_leavers_when_nobody_else_gives_to_a_d
     assert not bench.one(act.Pull).closing
 
 
+def test_a_leaver_that_asks_for_nothing_and_takes_its_time_holds_up_no_due_round(
+    syncer: Make,
+) -> None:
+    bench = syncer(fragments=2, overlap=1, lease=LEASE_MS / 1000)
+    bench.stay("honest", "idle")
+    pulls = bench.of(act.Pull)
+    bench.do(ev.CloseAsked, life=bench.life("idle"), fragments=())
+    for _ in range(6):
+        (pull,) = pulls
+        bench.push("honest", pull, base=pull.version)
+        assert bench.one(act.Merge).round == pull.round
+        bench.nothing("idle", pull)  # late enough
+        bench.commit(pull)
+        pulls = bench.of(act.Pull)
+        while not pulls:
+            bench.clock("honest", bench.core.clock + 1)
+            pulls = bench.of(act.Pull)
+
+
+def _held(bench: SyncerBench) -> act.Pull:
+    """A closing round for "half" that blocks a due one."""
+    (pull,) = _closing(bench, "half")
+    bench.push("honest", pull, base=pull.version)
+    bench.offer("half", pull, base=pull.version)
+    bench.clock("honest", bench.core.clock + 4)
+    assert not bench.of(act.Merge)
+    return pull
+
+
+def test_who_leaves_while_it_is_waited_for_is_waited_for_when_it_comes_back(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
+    bench.stay("honest", "half")
+    pull = _held(bench)
+    bench.do(ev.Vanished, life=bench.life("half"))
+    bench.commit(pull)
+    (due,) = bench.of(act.Pull)
+    bench.push("honest", due, base=due.version)
+    bench.commit(due)
+    bench.do(ev.Heard, 3_600_000, life=bench.life("honest"))
+    bench.knock("half", epoch=7, versions=tuple(bench.core.rounds.versions))
+    _held(bench)
+
+
+def test_while_the_syncer_sleeps_nobody_uses_up_the_patience_of_others(syncer: Make) -> None:
+    bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
+    bench.stay("honest", "half")
+    pull = _held(bench)
+    bench.do(ev.Heard, 600_000, life=bench.life("half"))
+    assert not bench.of(act.Merge)
+    bench.receive("half", pull)
+    assert bench.one(act.Merge)
+
+
 def test_nobody_is_hurried_when_all_who_are_there_close(syncer: Make) -> None:
     bench = syncer(fragments=1, overlap=0, lease=LEASE_MS / 1000)
     bench.join("quick", "slow")

@@ -265,6 +265,19 @@ def test_nobody_is_waited_for_that_left_long_ago_or_must_take_the_model_anew(
         assert after.one(act.Pull).lives == (after.life("c"),)
 
 
+def test_while_the_syncer_sleeps_nobody_misses_the_wait_for_those_who_trained_on(
+    syncer: Callable[..., SyncerBench],
+) -> None:
+    bench, past = of_two(syncer)
+    after = next_life(bench, past, lineage=7, steps=8)
+    back(after, "a")
+    after.clock("a", 9)
+    after.do(ev.Heard, 60_000, life=after.life("a"))
+    assert not after.of(act.Pull)
+    back(after, "b")
+    assert after.one(act.CompleteRun).lives == (after.life("a"), after.life("b"))
+
+
 def test_who_lost_its_connection_when_the_run_ended_is_let_into_the_end(
     syncer: Callable[..., SyncerBench],
 ) -> None:

@@ -26,6 +26,7 @@ from diloco_plugin.net.keys import LineKeys, fingerprint
 from diloco_plugin.net.options import new_context, new_dealer
 from diloco_plugin.status import check, fetch
 from diloco_plugin.syncer import Syncer
+from diloco_plugin.tensors.layout import TensorSpec
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_learner, encode, encode_model
 from tests.end_to_end.fleet import Trainee, sgd, small_model
@@ -396,3 +397,32 @@ def test_a_key_that_is_exchanged_bars_the_old_one(tmp_path: Path) -> None:
         with Forged(syncer.address, "alpha", SPECS, keys=new) as successor:
             successor.join()
             successor.take()
+
+
+def test_one_key_that_describes_other_models_keeps_no_newcomer_out(
+    ring: Keyring, tmp_path: Path
+) -> None:
+    """After a restart, too, when the syncer has read no description yet."""
+    specs = tuple(TensorSpec(f"{i:0100}", (1,), "float32", "weight") for i in range(4000))
+    config = {"keys": str(ring.syncer), "state": str(tmp_path / "state")}
+    parameters = {"sync_every": 1, "fragments": 1, "overlap": 0}
+    with (
+        running_syncer(**parameters, config=config) as syncer,
+        Forged(syncer.address, "alpha", specs, keys=ring.line("alpha")) as seeder,
+    ):
+        seeder.join()
+        seeder.seed([torch.zeros(4000)])
+    with (
+        running_syncer(**parameters, config=config) as syncer,
+        Forged(syncer.address, "beta", specs, keys=ring.line("beta")) as other,
+    ):
+        codes = []
+        for more in range(1, 4):
+            tensors = tuple(msg.Tensor(s.name, s.shape, s.dtype, s.kind) for s in specs)
+            extra = tuple(msg.Tensor(f"{i}", (1,), "float32", "weight") for i in range(more))
+            other.hello(tensors=encode_model(tensors + extra))
+            codes.append(other.hear(msg.Refuse).code)
+        assert codes == ["layout", "busy", "busy"]
+        with Forged(syncer.address, "alpha", specs, keys=ring.line("alpha")) as right:
+            right.join()
+            right.take()

@@ -43,10 +43,8 @@ def learner_keys(address: str, keys: str | None, name: str | None) -> LineKeys |
     return read_line_keys(folder, name or os.environ.get(NAME_VARIABLE, ""))
 
 
-def visitor_keys(
-    address: str, keys: str | None, name: str | None = None, *, operator: bool
-) -> LineKeys | Insecure | None:
-    """What somebody connects with who only asks; `operator`: by preference with syncer.key.
+def visitor_keys(address: str, keys: str | None) -> LineKeys | Insecure | None:
+    """What somebody connects with who only looks: by preference with syncer.key.
 
     Raises:
         ConfigError: as `learner_keys`.
@@ -54,8 +52,7 @@ def visitor_keys(
     folder = _chosen(address, keys)
     if not isinstance(folder, Path):
         return folder
-    name = name or os.environ.get(NAME_VARIABLE, "")
-    return read_visitor_keys(folder, name, operator=operator)
+    return read_visitor_keys(folder, os.environ.get(NAME_VARIABLE, ""))
 
 
 def _chosen(address: str, keys: str | None) -> Path | Insecure | None:

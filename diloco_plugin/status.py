@@ -57,7 +57,7 @@ def show(
     """Prints the status once, or again and again until interrupted; returns the exit code."""
     from diloco_plugin.credentials import visitor_keys
 
-    security = visitor_keys(address, keys, operator=True)
+    security = visitor_keys(address, keys)
     body = fetch(address, TIMEOUT_SECONDS, security)
     while True:
         if watch and sys.stdout.isatty() and not as_json:
@@ -248,11 +248,11 @@ def check(
         UnreachableError: no syncer answers there, or its second port cannot be reached.
     """
     from diloco_plugin._version import __version__
-    from diloco_plugin.credentials import visitor_keys
+    from diloco_plugin.credentials import learner_keys
     from diloco_plugin.net.diagnosis import unresolved
     from diloco_plugin.wire.messages import PROTOCOL
 
-    security = visitor_keys(address, keys, name, operator=False)
+    security = learner_keys(address, keys, name)
     began = time.monotonic()
     try:
         body = fetch(address, timeout_seconds, security)

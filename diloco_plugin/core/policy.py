@@ -219,6 +219,11 @@ def diagnose(status: dict[str, Any]) -> list[str]:
         problems.append(
             "no model yet: the first learner that joins brings it (or start with --init)."
         )
+    elif status.get("awaited"):
+        names = ", ".join(status["awaited"])
+        problems.append(
+            f"merges wait a little for those that are not back since the restart: {names}"
+        )
     elif not learners and status["state"] == "running":
         problems.append("no learner is live: start one, or look at why they left.")
     expected = parameters["learners"]

@@ -28,6 +28,7 @@ def status(core: SyncerCore, now_ns: int) -> dict[str, Any]:
         "steps": core.steps,
         "uptime_s": (now_ns - core.started_ns) / SECOND_NS,
         "learners": _learners(core, now_ns),
+        "awaited": core.awaited(now_ns),
         "fragments": [
             {"index": index, "version": version, "state": busy.get(index, "idle")}
             for index, version in enumerate(rounds.versions)

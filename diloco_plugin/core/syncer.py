@@ -492,6 +492,10 @@ class SyncerCore:
         """
         return bool(self._awaited) and now < self._awaited_until_ns
 
+    def awaited(self, now_ns: int) -> list[str]:
+        """Names of an earlier life that merges wait for."""
+        return sorted(self._awaited) if self._lacks_somebody(now_ns) else []
+
     def _say_who_lacks(self, now: int) -> None:
         if self._said_who_lacks or not len(self.members):
             return

@@ -212,7 +212,7 @@ def read_line_keys(folder: Path, name: str) -> LineKeys:
         if len(names) > 1:
             raise ConfigError(
                 f"{folder} holds the keys of several learners ({', '.join(names)}): say with name="
-                " (or the environment variable DILOCO_NAME) which of them this one is."
+                " or --name (or the environment variable DILOCO_NAME) which of them this one is."
             )
         if not names:
             raise ConfigError(
@@ -226,20 +226,16 @@ def read_line_keys(folder: Path, name: str) -> LineKeys:
     return LineKeys(name, _read_pair(folder / f"{name}.key", fix), _read_syncer_pub(folder))
 
 
-def read_visitor_keys(folder: Path, name: str, *, operator: bool) -> LineKeys:
-    """The keys of somebody who only asks: a learner's, `name`'s first, or the syncer's own.
-
-    `operator`: the syncer's own first, which is always let in, or those of any learner.
+def read_visitor_keys(folder: Path, name: str) -> LineKeys:
+    """The keys of somebody who only looks: the syncer's own, which is always let in, or those of
+    any learner, `name`'s first.
 
     Raises:
-        ConfigError: there is none, it cannot be used, or (but for an operator) it is not clear
-            whose is meant.
+        ConfigError: there is none, or it cannot be used.
     """
     names = _names(folder)
-    if len(names) > 1 and not operator:
-        return read_line_keys(folder, name)
     chosen = name if name in names else names[0] if names else ""
-    if (folder / "syncer.key").exists() and (operator or not chosen):
+    if (folder / "syncer.key").exists():
         own = _read_own_pair(folder)
         return LineKeys(SYNCER, own, own.public)
     return read_line_keys(folder, chosen)

@@ -88,7 +88,7 @@ class Stage:
 
     def status(self) -> dict[str, Any]:
         """What the daemon says, to the operator."""
-        keys = read_visitor_keys(self.ring.syncer, "", operator=True) if self.ring else None
+        keys = read_visitor_keys(self.ring.syncer, "") if self.ring else None
         return fetch(self.address, 10, keys)
 
     def rss(self) -> int:

@@ -106,12 +106,16 @@ def test_a_secret_that_others_may_read_stops_syncer_status_and_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ring = Keyring(tmp_path)
-    secret = ring.syncer / "syncer.key"
-    secret.chmod(0o640)
-    keys = ["--keys", str(ring.syncer)]
-    for command in (["syncer", "--bind", "tcp://127.0.0.1:*"], ["status", NEAR], ["check", NEAR]):
-        assert main([*command, *keys]) == 78
-        assert f"chmod 600 {secret}" in capsys.readouterr().err
+    berlin = ring.learner("berlin")
+    for folder, name, commands in (
+        (ring.syncer, "syncer", (["syncer", "--bind", "tcp://127.0.0.1:*"], ["status", NEAR])),
+        (berlin, "berlin", (["status", NEAR], ["check", NEAR])),
+    ):
+        secret = folder / f"{name}.key"
+        secret.chmod(0o640)
+        for command in commands:
+            assert main([*command, "--keys", str(folder)]) == 78
+            assert f"chmod 600 {secret}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status", "check"])
@@ -153,7 +157,7 @@ def test_plaintext_to_another_machine_is_warned_about_every_time(
     logging.getLogger("diloco").propagate = True
     assert learner_keys(FAR, INSECURE, None) == INSECURE
     monkeypatch.setenv("DILOCO_KEYS", INSECURE)
-    assert visitor_keys(FAR, None, operator=True) == INSECURE
+    assert visitor_keys(FAR, None) == INSECURE
     assert caplog.text.count("neither encrypted nor authenticated") == 2
     assert learner_keys(NEAR, None, None) == INSECURE
     assert caplog.text.count("neither encrypted nor authenticated") == 2

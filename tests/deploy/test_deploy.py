@@ -107,7 +107,7 @@ def diloco(*arguments: str) -> str:
 
 def look(address: str, keys: Path) -> list[dict[str, Any]]:
     """The learners that the operator sees, with the syncer's own key."""
-    security = visitor_keys(address, str(keys), operator=True)
+    security = visitor_keys(address, str(keys))
     return list(fetch(address, keys=security)["learners"])
 
 

@@ -96,7 +96,7 @@ def test_two_learners_train_and_merge_encrypted_at_any_address(ring: Keyring, ho
             Trainee(small_model(1), address, "beta", keys=folder(ring, "beta"), data=1) as b,
         ):
             a.wait(lambda: min(a.merged, b.merged) > 3)
-            body = fetch(address, keys=visitor_keys(address, str(ring.syncer), operator=True))
+            body = fetch(address, keys=visitor_keys(address, str(ring.syncer)))
             assert [learner["name"] for learner in body["learners"]] == ["alpha", "beta"]
             assert body["security"] == "keys"
             assert body["admitted"] == ["alpha", "beta"]
@@ -124,10 +124,12 @@ def test_the_only_key_in_the_folder_gives_the_learner_its_name(
 
 
 def test_the_operator_may_look_but_not_train(ring: Keyring, syncer: Syncer) -> None:
-    own = visitor_keys(syncer.address, str(ring.syncer), operator=True)
+    own = visitor_keys(syncer.address, str(ring.syncer))
     assert isinstance(own, LineKeys)
     assert fetch(syncer.address, keys=own)["run"] == "main"
-    assert check(syncer.address, str(ring.syncer))
+    with pytest.raises(ConfigError, match="holds no learner's key"):
+        check(syncer.address, str(ring.syncer))
+    assert check(syncer.address, folder(ring, "alpha"))
     with Forged(syncer.address, "syncer", SPECS, keys=own) as operator:
         operator.hello()
         refusal = operator.hear(msg.Refuse)
@@ -305,7 +307,7 @@ def test_sighup_admits_and_bars_while_others_train_on(tmp_path: Path) -> None:
     flags = (*FLAGS, "--keys", str(ring.syncer), "--lease", "60")
     with Daemon(*flags, bind=f"tcp://{here()}:*") as daemon:
         address = daemon.address
-        operator = visitor_keys(address, str(ring.syncer), operator=True)
+        operator = visitor_keys(address, str(ring.syncer))
 
         def present() -> list[str]:
             return [learner["name"] for learner in fetch(address, keys=operator)["learners"]]

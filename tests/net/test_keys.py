@@ -209,7 +209,7 @@ def test_a_folder_that_is_not_there_is_no_list_of_nobody(ring: Keyring) -> None:
     listed.rmdir()
     with pytest.raises(ConfigError, match=rf"cannot read {listed}: No such file"):
         read_door_keys(ring.syncer)
-    assert read_visitor_keys(ring.syncer, "", operator=True).name == "syncer"
+    assert read_visitor_keys(ring.syncer, "").name == "syncer"
 
 
 def test_a_public_key_of_another_syncer_beside_the_secret_is_refused(
@@ -221,18 +221,15 @@ def test_a_public_key_of_another_syncer_beside_the_secret_is_refused(
         read_door_keys(ring.syncer)
 
 
-def test_who_looks_takes_any_key_and_who_asks_for_a_learner_says_for_which(
-    ring: Keyring,
-) -> None:
-    assert read_visitor_keys(ring.syncer, "", operator=False).name == "syncer"
+def test_who_only_looks_takes_any_key_there_is(ring: Keyring) -> None:
     make_learner_keys(ring.syncer, "tokyo")
     make_learner_keys(ring.syncer, "berlin")
-    assert read_visitor_keys(ring.syncer, "", operator=True).name == "syncer"
-    with pytest.raises(ConfigError, match="several learners \(berlin, tokyo\)"):
-        read_visitor_keys(ring.syncer, "", operator=False)
-    assert read_visitor_keys(ring.syncer, "tokyo", operator=False).name == "tokyo"
+    assert read_visitor_keys(ring.syncer, "").name == "syncer"
     folder = ring.learner("paris")
-    assert read_visitor_keys(folder, "host-17", operator=True).name == "paris"
+    assert read_visitor_keys(folder, "host-17").name == "paris"
+    make_learner_keys(folder, "berlin")
+    assert read_visitor_keys(folder, "").name == "berlin"
+    assert read_visitor_keys(folder, "paris").name == "paris"
 
 
 def test_a_libzmq_without_encryption_is_refused(

@@ -161,6 +161,14 @@ def judge_hello(protocol: int, our_protocol: int, run: str, our_run: str) -> tup
     return None
 
 
+def another_model(run: str, difference: str) -> str:
+    """What to tell a learner whose model is not the run's."""
+    return (
+        f"this model is not the one that run {run!r} trains: {difference}."
+        " Use the same model, or another syncer"
+    )
+
+
 def caution_about_twin(name: str, data_seed: int | None) -> str:
     """What a learner's user should read when another one draws its data in the same order."""
     return (

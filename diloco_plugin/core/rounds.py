@@ -283,15 +283,16 @@ class Rounds:
         closers = [life for life in waited_for if self._closes(life)]
         if over:
             closers = [life for life in closers if life in flight.requesters]
-        blocks = self._blocks(flight, now_ns)
-        if over or closers == waited_for:
-            if blocks:
-                closers = [life for life in closers if self._may_hold(life, now_ns)]
+        held: set[Life] = set()
+        if over or closers == waited_for:  # all others are done, or it goes on without them
             waited_for = closers
+            if closers and self._blocks(flight, now_ns):
+                waited_for = [life for life in closers if self._may_hold(life, now_ns)]
+                held.update(waited_for)
         if not waited_for:
             quorum_only = f"quorum of {flight.quorum} and grace window over"
             self._close(flight, now_ns, quorum_only if over else "everybody asked has answered")
-        return set(waited_for if blocks and waited_for is closers else ())
+        return held
 
     def _blocks(self, flight: Round, now_ns: int) -> bool:
         """Does anybody who trains suffer from this round being open?"""
@@ -306,9 +307,7 @@ class Rounds:
     def _may_hold(self, life: Life, now_ns: int) -> bool:
         """May a round that is ready otherwise wait for a leaver, though its fragment is due?"""
         member = self._members.get(life)
-        assert member is not None
-        member.stay.hold(now_ns, holds=True)
-        return not member.stay.spent(now_ns, self.parameters.lease_ns)
+        return member is not None and not member.stay.spent(now_ns, self.parameters.lease_ns)
 
     def grace_ns(self) -> int:
         """The grace window of a round that reaches its quorum now."""

@@ -502,7 +502,7 @@ class SyncerCore:
         self._said_who_lacks = True
         wait = (self._awaited_until_ns - now) / SECOND_NS
         text = f"merges wait for those that are not back since the restart, {wait:.0f} s at most"
-        self._out.append(act.Note(text=f"{text}: {', '.join(sorted(self._awaited))}"))
+        self._out.append(act.Note(text=f"{text}: {', '.join(self.awaited(now))}"))
 
     def _wind_down(self, now: int, reason: str) -> None:
         self.state = RunState.STOPPING

@@ -12,11 +12,12 @@ from typing import Final
 
 from diloco_plugin.config import run_problem
 from diloco_plugin.core import actions as act
+from diloco_plugin.describing import describe
 from diloco_plugin.errors import ConfigError, LayoutError, WireError
 from diloco_plugin.learner.naming import check_name
 from diloco_plugin.tensors.layout import TensorSpec
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_model, decode_to_syncer, encode, encode_model
+from diloco_plugin.wire.framing import decode_model, decode_to_syncer, encode
 
 log = logging.getLogger("diloco.learner")
 
@@ -38,16 +39,12 @@ class Introduction:
 
     def hello(self, action: act.SayHello) -> msg.Hello:
         """The message that introduces this learner."""
-        tensors = tuple(
-            msg.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, kind=s.kind, alias_of=s.alias_of)
-            for s in self.specs
-        )
         return msg.Hello(
             protocol=msg.PROTOCOL,
             run=self.run,
             name=self.name,
             incarnation=self.incarnation,
-            tensors=encode_model(tensors),
+            tensors=describe(self.specs),
             epoch=action.epoch,
             versions=action.versions,
             clock=action.clock,

@@ -233,12 +233,11 @@ def read_visitor_keys(folder: Path, name: str) -> LineKeys:
     Raises:
         ConfigError: there is none, or it cannot be used.
     """
-    names = _names(folder)
-    chosen = name if name in names else names[0] if names else ""
     if (folder / "syncer.key").exists():
         own = _read_own_pair(folder)
         return LineKeys(SYNCER, own, own.public)
-    return read_line_keys(folder, chosen)
+    names = _names(folder)
+    return read_line_keys(folder, name if name in names else names[0] if names else "")
 
 
 def _names(folder: Path) -> list[str]:

@@ -67,29 +67,29 @@ class Control:
         with self._conduct_lock:
             allowed = self._conduct.allows(speaker, time.monotonic_ns(), cost_of(len(data)))
         if not allowed:
-            self._strike("flood", speaker, self._life(route, key))
+            self._strike("flood", route, key)
             return None
         try:
             return decode_to_syncer(data)
         except WireError as error:
-            self._strike(error.reason, speaker, self._life(route, key))
+            self._strike(error.reason, route, key)
             return None
 
     def _speaker(self, route: bytes, key: bytes) -> Hashable:
         """Whom to hold to account: the owner of the key, else the life, else the connection."""
         return key or self._lives.get(route) or route
 
-    def _strike(self, reason: str, speaker: Hashable, life: Life | None) -> None:
+    def _strike(self, reason: str, route: bytes, key: bytes) -> None:
         self.strange[reason] += 1
         with self._conduct_lock:
-            quarantined = self._conduct.strike(speaker, time.monotonic_ns())
+            quarantined = self._conduct.strike(self._speaker(route, key), time.monotonic_ns())
+        life = self._life(route, key)
         if quarantined and life is not None:
             self.disgraced.append(life)
 
     def strange_model(self, heard: Heard, error: WireError) -> None:
         """What a Hello said about a model could not be read."""
-        speaker = self._speaker(heard.route, heard.key)
-        self._strike(error.reason, speaker, self._life(heard.route, heard.key))
+        self._strike(error.reason, heard.route, heard.key)
 
     def strike(self, life: Life, key: bytes) -> bool:
         """A learner broke the protocol on its bulk connection. True: its quarantine begins. Any

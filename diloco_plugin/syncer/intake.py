@@ -13,7 +13,9 @@ from msgspec import Raw
 from torch import Tensor
 
 from diloco_plugin.config import SyncerConfig
+from diloco_plugin.core import policy
 from diloco_plugin.core.conduct import Conduct, cost_of
+from diloco_plugin.describing import describe, specs_said
 from diloco_plugin.errors import ConfigError, LayoutError, NoRoomError
 from diloco_plugin.store import RunFile
 from diloco_plugin.syncer.bulk import Bulk
@@ -21,9 +23,9 @@ from diloco_plugin.syncer.keeping import Keeper
 from diloco_plugin.syncer.merging import Merging
 from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.syncer.resuming import run_file, specs_of
-from diloco_plugin.tensors.layout import TensorSpec, build_layout, differences, taking_part
+from diloco_plugin.tensors.layout import TensorSpec, build_layout, differences
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_model, encode_model, model_length
+from diloco_plugin.wire.framing import model_length
 
 log = logging.getLogger("diloco.syncer")
 
@@ -64,8 +66,7 @@ class Intake:
     def go_on(self, run: RunFile, model: GlobalModel) -> None:
         """The model is that of an earlier life."""
         self._specs, self.model_config = specs_of(run), run.model_config
-        said = (msg.Tensor(s.name, s.shape, s.dtype, s.kind, s.alias_of) for s in self._specs)
-        self._said = _digest(encode_model(tuple(said)))  # with local buffers, they say more
+        self._said = _digest(describe(self._specs))  # with local buffers, learners say more
         self._merging.model = model
         self._bulk.use_model(model)
         if self._keeper is not None:
@@ -87,33 +88,29 @@ class Intake:
         """
         known = self._merging.model is not None and not nobody
         said = _digest(hello.tensors)
-        if known and said == self._said:
-            return None
-        length = model_length(hello.tensors)
-        if known and length > 2 * len(self._specs) + FEW:
-            return "layout", self._another_model(
-                f"the run has {len(self._specs):,} tensors, this learner describes {length:,}"
-            )
-        cost = cost_of(NEW_COST * memoryview(hello.tensors).nbytes)
-        if known and not self._attention.allows(key, time.monotonic_ns(), cost):
-            return "busy", BUSY
+        if known:
+            if said == self._said:
+                return None
+            length = model_length(hello.tensors)
+            if length > 2 * len(self._specs) + FEW:
+                difference = (
+                    f"the run has {len(self._specs):,} tensors, this learner describes {length:,}"
+                )
+                return "layout", policy.another_model(self._config.run, difference)
+            cost = cost_of(NEW_COST * memoryview(hello.tensors).nbytes)
+            if not self._attention.allows(key, time.monotonic_ns(), cost):
+                return "busy", BUSY
         text = self._difference(hello, nobody=nobody)
         if text:
             return "layout", text
         self._said = said
         return None
 
-    def _another_model(self, difference: str) -> str:
-        return (
-            f"this model is not the one that run {self._config.run!r} trains: {difference}."
-            " Use the same model, or another syncer"
-        )
-
     def _difference(self, hello: msg.Hello, *, nobody: bool) -> str:
         specs = specs_said(hello.tensors, self._config.parameters.buffers)
         problem = "; ".join(differences(self._specs, specs)) if self._merging.model else ""
         if self._merging.model is not None and not (problem and nobody):
-            return problem and self._another_model(problem)
+            return problem and policy.another_model(self._config.run, problem)
         try:
             model = self._build(specs, hello)
         except (LayoutError, ConfigError) as error:
@@ -175,9 +172,3 @@ class Intake:
 
 def _digest(model: Raw) -> bytes:
     return hashlib.blake2b(model, digest_size=32).digest()
-
-
-def specs_said(model: Raw, buffers: str) -> tuple[TensorSpec, ...]:
-    """The tensors that take part, of the model that a Hello describes. Raises only `WireError`."""
-    specs = (TensorSpec(t.name, t.shape, t.dtype, t.kind, t.alias_of) for t in decode_model(model))
-    return taking_part(specs, buffers)

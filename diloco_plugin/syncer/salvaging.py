@@ -19,6 +19,7 @@ from torch import Tensor
 from diloco_plugin.config import SyncerConfig, parameters_from
 from diloco_plugin.core import policy
 from diloco_plugin.core.events import Life
+from diloco_plugin.describing import specs_said
 from diloco_plugin.errors import AddressInUseError, WireError
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.poll import Poll, Waker
@@ -26,7 +27,6 @@ from diloco_plugin.net.sockets import Door, Sent, new_context
 from diloco_plugin.receiving import take_chunk
 from diloco_plugin.store import RunFile, digest_of
 from diloco_plugin.syncer.control import Control, Heard
-from diloco_plugin.syncer.intake import specs_said
 from diloco_plugin.syncer.resuming import specs_of
 from diloco_plugin.syncer.security import Security
 from diloco_plugin.tensors.codec import codec
@@ -202,12 +202,7 @@ class Salvager:
         if problem is not None:
             return problem
         differs = "; ".join(differences(self._specs, specs))
-        if not differs:
-            return None
-        return "layout", (
-            f"this model is not the one that run {self._run.run!r} trains: {differs}."
-            " Use the same model, or another syncer"
-        )
+        return ("layout", policy.another_model(self._run.run, differs)) if differs else None
 
     def _consider(
         self, heard: Heard, hello: msg.Hello, life: Life, specs: tuple[TensorSpec, ...]

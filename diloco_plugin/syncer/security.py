@@ -237,17 +237,15 @@ class Security:
             f"nobody is admitted: {self._folder}/learners.d holds no NAME.pub. Make keys with"
             " `diloco keygen NAME`, bring NAME.pub there and send the syncer SIGHUP."
         )
-        lists = [] if self._learners else [nobody]
-        return (
-            lists
-            + ([self._unread] if self._unread else [])
-            + [
-                f"{self._barred(r.fingerprint)} was refused {counted(r.count, 'time')}, last from"
-                f" {r.address}: if it is a"
-                " learner's, put its NAME.pub into learners.d and send the syncer SIGHUP."
-                for r in self.guard.refused()[-3:]
-            ]
-        )
+        problems = [] if self._learners else [nobody]
+        if self._unread:
+            problems.append(self._unread)
+        return problems + [
+            f"{self._barred(r.fingerprint)} was refused {counted(r.count, 'time')}, last from"
+            f" {r.address}: if it is a"
+            " learner's, put its NAME.pub into learners.d and send the syncer SIGHUP."
+            for r in self.guard.refused()[-3:]
+        ]
 
     def close(self) -> None:
         """End the guard: from now on nobody comes in."""

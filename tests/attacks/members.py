@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import msgspec
 
 from diloco_plugin.core.conduct import STRIKES_MAX
+from diloco_plugin.describing import describe
 from diloco_plugin.net.sockets import Line
+from diloco_plugin.tensors.layout import TensorSpec
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import encode, encode_model
 from tests.attacks.stage import Stage, again_and_again
@@ -24,12 +26,12 @@ EVER = 2**53
 PACK = msgspec.msgpack.Encoder().encode
 
 
-def many_tensors(count: int) -> tuple[msg.Tensor, ...]:
+def many_tensors(count: int) -> msgspec.Raw:
     """Descriptions that are as short as can be."""
-    return tuple(msg.Tensor(name=f"{i:x}", shape=(1,), dtype="f", kind="w") for i in range(count))
+    return describe(TensorSpec(f"{i:x}", (1,), "f", "w") for i in range(count))
 
 
-def hello_of(forged: Forged, tensors: tuple[msg.Tensor, ...]) -> bytes:
+def hello_of(forged: Forged, model: msgspec.Raw) -> bytes:
     """A Hello of this client that describes this model."""
     return encode(
         msg.Hello(
@@ -37,7 +39,7 @@ def hello_of(forged: Forged, tensors: tuple[msg.Tensor, ...]) -> bytes:
             run="",
             name=forged.name,
             incarnation=forged.incarnation,
-            tensors=encode_model(tensors),
+            tensors=model,
         )
     )
 
@@ -49,7 +51,7 @@ def a_hello_of_100_000_tensors(stage: Stage) -> Iterator[None]:
     with stage.client() as forged:
         forged.say_bytes(hello_of(forged, many_tensors(msg.TENSORS_MAX)))
         assert forged.hear(msg.Refuse).code == "layout"
-        many = encode_model(many_tensors(1000))
+        many = many_tensors(1000)
         with again_and_again(lambda: forged.hello(tensors=many)):
             yield
 
@@ -143,7 +145,7 @@ def a_recorded_conversation_of_a_learner_that_has_left(stage: Stage) -> Iterator
             encode(msg.Offer(epoch=victim.epoch, round=0, fragment=0, base=0, steps=1, tokens=1)),
             encode(msg.Taken(epoch=victim.epoch)),
         ]
-        said = hello_of(victim, model_of(victim))
+        said = hello_of(victim, describe(victim.specs))
     with stage.client() as replayer:
         replayer.say_bytes(said)
         for data in recorded * 3:
@@ -164,11 +166,6 @@ def a_recorded_conversation_of_a_learner_that_has_left(stage: Stage) -> Iterator
             )
             yield
             assert bulk.receive() == []
-
-
-def model_of(forged: Forged) -> tuple[msg.Tensor, ...]:
-    """The model that it has described."""
-    return tuple(msg.Tensor(s.name, s.shape, s.dtype, s.kind, s.alias_of) for s in forged.specs)
 
 
 # ---- fields ----

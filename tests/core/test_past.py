@@ -235,12 +235,18 @@ def of_two(syncer: Callable[..., SyncerBench]) -> tuple[SyncerBench, Past]:
     return bench, past
 
 
-def test_merges_and_the_end_wait_for_all_who_trained_on_while_the_syncer_was_down(
-    syncer: Callable[..., SyncerBench],
-) -> None:
+def with_one_back(syncer: Callable[..., SyncerBench]) -> SyncerBench:
+    """The next life of such a run, which ends at step 8; a is back, b is not."""
     bench, past = of_two(syncer)
     after = next_life(bench, past, lineage=7, steps=8)
     back(after, "a")
+    return after
+
+
+def test_merges_and_the_end_wait_for_all_who_trained_on_while_the_syncer_was_down(
+    syncer: Callable[..., SyncerBench],
+) -> None:
+    after = with_one_back(syncer)
     assert after.one(act.Note).text.endswith("at most: b")
     after.clock("a", 9)
     assert after.core.state is RunState.RUNNING
@@ -268,9 +274,7 @@ def test_nobody_is_waited_for_that_left_long_ago_or_must_take_the_model_anew(
 def test_while_the_syncer_sleeps_nobody_misses_the_wait_for_those_who_trained_on(
     syncer: Callable[..., SyncerBench],
 ) -> None:
-    bench, past = of_two(syncer)
-    after = next_life(bench, past, lineage=7, steps=8)
-    back(after, "a")
+    after = with_one_back(syncer)
     after.clock("a", 9)
     after.do(ev.Heard, 60_000, life=after.life("a"))
     assert not after.of(act.Pull)
@@ -281,9 +285,7 @@ def test_while_the_syncer_sleeps_nobody_misses_the_wait_for_those_who_trained_on
 def test_who_lost_its_connection_when_the_run_ended_is_let_into_the_end(
     syncer: Callable[..., SyncerBench],
 ) -> None:
-    bench, past = of_two(syncer)
-    after = next_life(bench, past, lineage=7, steps=8)
-    back(after, "a")
+    after = with_one_back(syncer)
     back(after, "b")
     after.do(ev.Vanished, life=after.life("b"))
     after.clock("a", 9)
@@ -298,9 +300,7 @@ def test_who_lost_its_connection_when_the_run_ended_is_let_into_the_end(
 def test_the_end_does_not_wait_long_for_those_who_do_not_come_back(
     syncer: Callable[..., SyncerBench],
 ) -> None:
-    bench, past = of_two(syncer)
-    after = next_life(bench, past, lineage=7, steps=8)
-    back(after, "a")
+    after = with_one_back(syncer)
     after.clock("a", 9)
     while not after.of(act.CompleteRun):
         after.do(ev.Heard, 1000, life=after.life("a"))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from diloco_plugin.describing import describe
 from diloco_plugin.net.address import Address
 from diloco_plugin.net.keys import LineKeys
 from diloco_plugin.net.poll import Poll
@@ -18,7 +19,7 @@ from diloco_plugin.net.sockets import Line, new_context
 from diloco_plugin.tensors.layout import Layout, TensorSpec, build_layout, views
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.chunks import checksum, chunk_bounds, chunk_count
-from diloco_plugin.wire.framing import decode_bulk, decode_to_learner, encode, encode_model
+from diloco_plugin.wire.framing import decode_bulk, decode_to_learner, encode
 
 T = TypeVar("T")
 PATIENCE = 10.0
@@ -27,6 +28,11 @@ PATIENCE = 10.0
 def one_weight(*shape: int) -> tuple[TensorSpec, ...]:
     """The description of a model that is one weight."""
     return (TensorSpec("w", shape, "float32", "weight", ""),)
+
+
+def many_weights(count: int) -> tuple[TensorSpec, ...]:
+    """The description of a model that is so many numbers, with long names."""
+    return tuple(TensorSpec(f"{i:0100}", (1,), "float32", "weight") for i in range(count))
 
 
 class Forged:
@@ -103,16 +109,12 @@ class Forged:
 
     def hello(self, **changes: Any) -> None:
         """Introduce itself."""
-        tensors = tuple(
-            msg.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, kind=s.kind, alias_of=s.alias_of)
-            for s in self.specs
-        )
         values: dict[str, Any] = {
             "protocol": msg.PROTOCOL,
             "run": "",
             "name": self.name,
             "incarnation": self.incarnation,
-            "tensors": encode_model(tensors),
+            "tensors": describe(self.specs),
         }
         self.say(msg.Hello(**(values | changes)))
 

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec import Raw
 
 import diloco_plugin
 from diloco_plugin.errors import ConfigError, RefusedError
-from diloco_plugin.tensors.layout import TensorSpec
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import encode, encode_model
+from diloco_plugin.wire.framing import encode
 from tests.end_to_end.fleet import largest_difference, run_all, sgd, small_model, values
-from tests.end_to_end.forged import Forged, one_weight
+from tests.end_to_end.forged import Forged, many_weights, one_weight
 from tests.syncers import global_model, running_syncer
 from tests.waiting import until
 
@@ -163,12 +161,7 @@ def test_a_model_that_could_not_be_written_in_the_end_is_refused_at_the_start(
 
 
 def test_many_learners_with_another_model_keep_nobody_out_who_has_the_right_one() -> None:
-    def described(count: int) -> Raw:
-        tensors = (msg.Tensor(f"{i:0100}", (1,), "float32", "weight") for i in range(count))
-        return encode_model(tuple(tensors))
-
-    specs = tuple(TensorSpec(f"{i:0100}", (1,), "float32", "weight") for i in range(4000))
-    codes = []
+    specs, codes = many_weights(4000), []
     with (
         running_syncer(sync_every=1, fragments=1, overlap=0) as syncer,
         Forged(syncer.address, "seeder", specs) as seeder,
@@ -176,13 +169,13 @@ def test_many_learners_with_another_model_keep_nobody_out_who_has_the_right_one(
         seeder.join()
         seeder.seed([torch.zeros(4000)])
         for more in range(1, 4):
-            with Forged(syncer.address, f"other-{more}", specs) as other:
-                other.hello(tensors=described(4000 + more))
+            with Forged(syncer.address, f"other-{more}", many_weights(4000 + more)) as other:
+                other.hello()
                 codes.append(other.hear(msg.Refuse).code)
         with Forged(syncer.address, "right", specs) as right:
             right.join()
             right.take()
-        with Forged(syncer.address, "huge", specs) as huge:
-            huge.hello(tensors=described(10_000))
+        with Forged(syncer.address, "huge", many_weights(10_000)) as huge:
+            huge.hello()
             assert "10,000" in huge.hear(msg.Refuse).text
     assert codes == ["layout", "busy", "busy"]

@@ -73,6 +73,8 @@ def merge_over_sockets(order: tuple[int, ...]) -> Tensor:
                     learner.seed([torch.zeros(size)])
                 else:
                     learner.take()
+            # rounds pull from those that are live when they open
+            until(lambda: [m["state"] for m in syncer.status()["learners"]] == ["live"] * 4)
             for learner in team:
                 learner.progress(1)
             pulls = [learner.pulled() for learner in team]

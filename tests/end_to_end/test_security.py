@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import diloco_plugin
 from diloco_plugin.credentials import visitor_keys
+from diloco_plugin.describing import describe
 from diloco_plugin.errors import (
     ConfigError,
     RefusedError,
@@ -26,11 +27,10 @@ from diloco_plugin.net.keys import LineKeys, fingerprint
 from diloco_plugin.net.options import new_context, new_dealer
 from diloco_plugin.status import check, fetch
 from diloco_plugin.syncer import Syncer
-from diloco_plugin.tensors.layout import TensorSpec
 from diloco_plugin.wire import messages as msg
-from diloco_plugin.wire.framing import decode_to_learner, encode, encode_model
+from diloco_plugin.wire.framing import decode_to_learner, encode
 from tests.end_to_end.fleet import Trainee, sgd, small_model
-from tests.end_to_end.forged import Forged, one_weight
+from tests.end_to_end.forged import Forged, many_weights, one_weight
 from tests.end_to_end.processes import Daemon, here
 from tests.keyring import Keyring, line_to
 from tests.syncers import running_syncer
@@ -247,7 +247,7 @@ def test_a_token_is_worth_nothing_without_the_key_of_its_learner(
 def test_a_routing_id_that_was_somebody_s_proves_nothing(ring: Keyring, syncer: Syncer) -> None:
     """Whoever takes the id of a connection that is gone does not become who was there."""
     incarnation = secrets.token_hex(16)
-    tensors = encode_model((msg.Tensor("w", (1000,), "float32", "weight"),))
+    tensors = describe(SPECS)
     hello = msg.Hello(
         protocol=msg.PROTOCOL, run="", name="alpha", incarnation=incarnation, tensors=tensors
     )
@@ -405,7 +405,7 @@ def test_one_key_that_describes_other_models_keeps_no_newcomer_out(
     ring: Keyring, tmp_path: Path
 ) -> None:
     """After a restart, too, when the syncer has read no description yet."""
-    specs = tuple(TensorSpec(f"{i:0100}", (1,), "float32", "weight") for i in range(4000))
+    specs = many_weights(4000)
     config = {"keys": str(ring.syncer), "state": str(tmp_path / "state")}
     parameters = {"sync_every": 1, "fragments": 1, "overlap": 0}
     with (
@@ -420,9 +420,7 @@ def test_one_key_that_describes_other_models_keeps_no_newcomer_out(
     ):
         codes = []
         for more in range(1, 4):
-            tensors = tuple(msg.Tensor(s.name, s.shape, s.dtype, s.kind) for s in specs)
-            extra = tuple(msg.Tensor(f"{i}", (1,), "float32", "weight") for i in range(more))
-            other.hello(tensors=encode_model(tensors + extra))
+            other.hello(tensors=describe(many_weights(4000 + more)))
             codes.append(other.hear(msg.Refuse).code)
         assert codes == ["layout", "busy", "busy"]
         with Forged(syncer.address, "alpha", specs, keys=ring.line("alpha")) as right:

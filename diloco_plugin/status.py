@@ -26,12 +26,18 @@ def fetch(
     address: str,
     timeout_seconds: float = TIMEOUT_SECONDS,
     keys: LineKeys | Insecure | None = None,
+    *,
+    name: str | None = None,
 ) -> dict[str, Any]:
     """The status body of the syncer at `address`; see ``Syncer.status``.
 
+    Args:
+        name: of a learner that wants to join with these keys; None: somebody looks.
+
     Raises:
-        UnreachableError: nothing answered in time.
-        RefusedError: the syncer does not answer the owner of this key (any more), or none.
+        UnreachableError: nothing answered in time; says how far it got.
+        RefusedError: the syncer does not answer the owner of this key (any more), or none, or
+            would not let it in under that name.
         WireError: something answered, but not as a syncer does.
     """
     # Late, as everything that `diloco --help` does not need.
@@ -39,7 +45,8 @@ def fetch(
     from diloco_plugin.wire.framing import decode_to_learner, encode
     from diloco_plugin.wire.messages import Refuse, Status, StatusRequest
 
-    answer = decode_to_learner(ask(address, encode(StatusRequest()), timeout_seconds, keys))
+    request = encode(StatusRequest(name=name))
+    answer = decode_to_learner(ask(address, request, timeout_seconds, keys))
     if isinstance(answer, Refuse):
         raise RefusedError(answer.code, answer.text)
     if not isinstance(answer, Status):
@@ -249,21 +256,14 @@ def check(
     """
     from diloco_plugin._version import __version__
     from diloco_plugin.credentials import learner_keys
-    from diloco_plugin.net.diagnosis import unresolved
+    from diloco_plugin.net.keys import LineKeys
     from diloco_plugin.wire.messages import PROTOCOL
 
     security = learner_keys(address, keys, name)
     began = time.monotonic()
     try:
-        body = fetch(address, timeout_seconds, security)
-    except UnreachableError:
-        if problem := unresolved(Address.parse(address)):
-            raise UnreachableError(problem) from None
-        raise UnreachableError(
-            f"nothing answered at {address} within {timeout_seconds:g} s; is `diloco syncer`"
-            f" running there, listening on that address, and does a firewall let {_port(address)}"
-            " through?"
-        ) from None
+        joins_as = security.name if isinstance(security, LineKeys) else None
+        body = fetch(address, timeout_seconds, security, name=joins_as)
     except WireError as error:
         raise UnreachableError(
             f"something answers at {address}, but not as a syncer of protocol {PROTOCOL} does"
@@ -301,11 +301,6 @@ def _joined(body: Body) -> str:
     live = live_count(body)
     expected = body.get("parameters", {}).get("learners", 0)
     return (f"{live} of " if expected else "") + counted(expected or live, "learner")
-
-
-def _port(address: str) -> str:
-    parsed = Address.parse(address)
-    return f"port {parsed.port}" if parsed.scheme == "tcp" else "it"
 
 
 def _bulk_problem(address: str, port: int, timeout_seconds: float) -> str | None:

@@ -12,6 +12,7 @@ from typing import Final
 from . import actions as act
 from . import events as ev
 from . import parts, policy
+from .alone import Alone
 from .closing import Closing
 from .handover import Wish
 from .link import Duty, Link, Standing
@@ -62,6 +63,7 @@ class LearnerCore:
         #: the syncer was told that the model is held, and has given no sign that it heard so
         self._taken_unheard = False
         self._closing = Closing()
+        self._alone = Alone()
         self._now_ns = now_ns
         self._pace = Pace(now_ns)
         self._out: list[act.LearnerAction] = []
@@ -204,6 +206,8 @@ class LearnerCore:
         self.applied += 1
         if part.staged is not None:
             self._out.append(self._staging.unstage(index, part))
+        if part.owed is None:  # else the fate of what was given is still to come
+            self._note(self._alone.lost(index))
         part.rebase(version)
         self._closing.chased += self.closing
         self.clock = max(self.clock, part.clock)
@@ -350,6 +354,10 @@ class LearnerCore:
             self._note(f"the syncer did not take progress of fragment {event.fragment}: {why}")
         self.fates[key] = self.fates.get(key, 0) + 1
         again = part.hear_fate(event.round, event.fate)
+        if event.fate == "merged":
+            self._note(self._alone.merged(event.fragment))
+        elif not again:
+            self._note(self._alone.lost(event.fragment))
         if again and refused and self.closing:
             part.give_up()
             self._closing.restore = True
@@ -359,6 +367,9 @@ class LearnerCore:
     def _welcome(self, event: ev.Welcomed) -> None:
         assert self.parameters is not None, "lay_out() comes first"
         self._let_go()  # a second Welcome replaces the first
+        if event.keep and self.link.steps_alone:
+            moved = [index for index, part in enumerate(self.parts) if part.steps]
+            self._alone.bring(self.link.steps_alone, moved)
         self._note(self.link.found(self._now_ns, keep=event.keep))
         self.link.welcome(self._now_ns, event.epoch, self.parameters.lease_ns, keep=event.keep)
         self.clock = max(self.clock, event.clock)

@@ -238,6 +238,11 @@ def diagnose(status: dict[str, Any]) -> list[str]:
     if expected and len(live) < expected and status["state"] == "running":
         verb = "is" if len(live) == 1 else "are"
         problems.append(f"{len(live)} of {counted(expected, 'expected learner')} {verb} live.")
+    if 0 < len(live) < parameters["quorum"] and status["state"] == "running":
+        problems.append(
+            f"{counted(len(live), 'learner')} live, which is less than the quorum"
+            f" ({parameters['quorum']}): a round closes with all that are there."
+        )
     joined = rounds["joined_mean"]
     if len(live) > 1 and rounds["merged"] >= 10 and joined < 0.6 * len(live):
         problems.append(

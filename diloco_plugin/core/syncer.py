@@ -237,7 +237,10 @@ class SyncerCore:
         return None
 
     def _name_taken(self, name: str) -> str:
-        return f"a living learner is already called {name!r}: give each learner a name of its own."
+        return (
+            f"a living learner is already called {name!r}: give each learner a name of its own"
+            " (where there are keys, a key of its own)."
+        )
 
     def _refuse(self, life: Life, code: str, text: str) -> None:
         self.refused[code] = self.refused.get(code, 0) + 1

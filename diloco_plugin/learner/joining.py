@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Final
 
 from diloco_plugin.core.learner import LearnerCore
 from diloco_plugin.core.link import Standing
@@ -14,6 +16,11 @@ from diloco_plugin.errors import (
     UnreachableError,
 )
 from diloco_plugin.learner.session import Session
+
+log = logging.getLogger("diloco.learner")
+
+#: A learner that still waits to be let in says once, after this time, what for.
+NEWS_SECONDS: Final = 10.0
 
 
 class Patience:
@@ -29,6 +36,30 @@ class Patience:
         if moved != self._moved:
             self._moved, self._since = moved, time.monotonic()
         return time.monotonic() >= self._since + self._seconds
+
+
+class Joining:
+    """The wait for the global model: when it is in vain, and what is said meanwhile."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._patience, self._news = Patience(timeout), Patience(NEWS_SECONDS)
+        self._said = False
+
+    def over(self, moved: int) -> bool:
+        """Has nothing come for the whole time?"""
+        return self._patience.over(moved)
+
+    def mind(self, moved: int, session: Session, core: LearnerCore) -> None:
+        """Say why it takes so long, once."""
+        if not self._said and self._news.over(moved):
+            self._said = True
+            why = why_not_joined(session, core).partition(": ")[2]
+            log.warning(
+                "not in the run yet, and waiting for it, %.0f s in all (connect_timeout): %s",
+                self._timeout,
+                why,
+            )
 
 
 def problem_of(error: BaseException) -> str:
@@ -82,4 +113,7 @@ def why_not_closed(session: Session, core: LearnerCore, seconds: float) -> str:
         return "the syncer has stopped"
     if core.link.refusal is not None:
         return f"the syncer refused this learner ({core.link.refusal[1].rstrip('.')})"
-    return f"the syncer gave no answer for {seconds:.0f} s"
+    return (
+        f"the syncer gave no answer for {seconds:.0f} s (it is waited for as long as close_timeout"
+        " says)"
+    )

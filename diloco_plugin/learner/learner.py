@@ -34,6 +34,7 @@ from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.introducing import Introduction
 from diloco_plugin.learner.island import Island, detect
 from diloco_plugin.learner.joining import (
+    Joining,
     Patience,
     error_of,
     problem_of,
@@ -161,10 +162,10 @@ class Learner:
 
     def join(self, timeout: float, *, required: bool) -> None:
         """Wait until the global model is held. Collective in an island; errors as in `attach()`."""
-        patience = Patience(timeout)
+        waiting = Joining(timeout)
         problem = ""
         while True:
-            problem, joined = self._join_turn(patience, required)
+            problem, joined = self._join_turn(waiting, required)
             if problem or joined:
                 break
         failure = self._session.error if self._session is not None else None
@@ -174,7 +175,7 @@ class Learner:
         if verdict:
             raise failure or error_of(verdict)
 
-    def _join_turn(self, patience: Patience, required: bool) -> tuple[str, bool]:
+    def _join_turn(self, waiting: Joining, required: bool) -> tuple[str, bool]:
         """One look of all ranks. Returns a problem (leader only), and whether all is done."""
         problem, over = "", False
         event: ev.LearnerEvent = ev.Paused(now_ns=time.monotonic_ns())
@@ -186,11 +187,13 @@ class Learner:
                     self._session.changed.wait(WAIT_SECONDS)
             if refusal is not None and required:
                 problem = f"{refusal[0]}: {refusal[1]}"
-            elif not joined and required and patience.over(self._moved()):
+            elif not joined and required and waiting.over(self._moved()):
                 if self._core.holds_model and self._core.link.connected:
                     event = ev.StateRefused(now_ns=time.monotonic_ns(), reason="it does not come")
                 else:
                     problem = why_not_joined(self._session, self._core)
+            elif not joined and required:
+                waiting.mind(self._moved(), self._session, self._core)
             over = bool(problem) or not required
         done = self._turns.turn(event, over=over, joining=True)
         return problem, done

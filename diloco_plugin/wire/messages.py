@@ -146,7 +146,9 @@ class PlaceRequest(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """Anyone may ask."""
+    """Anyone may ask. With a name: and could a learner of that name come in with my key?"""
+
+    name: Name | None = None
 
 
 # ---- syncer to learner, control ----

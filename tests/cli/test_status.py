@@ -116,7 +116,7 @@ def test_a_port_where_nobody_listens_is_unreachable() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(UnreachableError, match=f"^nothing answered at {address} within 0.1 s"):
+        with pytest.raises(UnreachableError, match=f"^{address} did not answer within 0.1 s: TCP"):
             check(address, timeout_seconds=0.1)
 
 
@@ -133,12 +133,12 @@ def test_a_host_that_nobody_knows_is_called_that(capsys: pytest.CaptureFixture[s
 def answering(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A syncer whose next answers are this body."""
     answer = body()
-    monkeypatch.setattr(status, "fetch", lambda *_: answer)
+    monkeypatch.setattr(status, "fetch", lambda *_, **__: answer)
     return answer
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fetch(*_: object) -> dict[str, Any]:
+    def fetch(*_: object, **__: object) -> dict[str, Any]:
         raise error
 
     monkeypatch.setattr(status, "fetch", fetch)
@@ -211,6 +211,11 @@ def rounds(**other: Any) -> dict[str, Any]:
         (
             {"turned_away": [{"name": "za", "times": 1, "ago_s": 9.0, "text": "other model."}]},
             "learner 'za' was turned away (1 time, last 9 s ago): other model.",
+        ),
+        (
+            {"learners": FOUR[:2], "parameters": {"learners": 0, "quorum": 3, "overlap": 2}},
+            "2 learners live, which is less than the quorum (3): a round closes with all that are"
+            " there.",
         ),
         ({"learners": FOUR[:1]}, "1 of 4 expected learners is live."),
     ],
@@ -289,7 +294,7 @@ def test_watch_prints_again_and_outlives_a_restart_of_the_syncer(
         [body(clock=1), UnreachableError("nothing answered."), body(clock=2), KeyboardInterrupt()]
     )
 
-    def fetch(*_: object) -> dict[str, Any]:
+    def fetch(*_: object, **__: object) -> dict[str, Any]:
         answer = next(answers)
         if isinstance(answer, BaseException):
             raise answer
@@ -312,8 +317,7 @@ def test_an_unreachable_syncer_is_exit_code_69(
     assert capsys.readouterr().err == "diloco: nothing answered.\n"
     assert main(["check", ADDRESS]) == 69
     out = capsys.readouterr().out
-    assert out.startswith(f"no: nothing answered at {ADDRESS} within 5 s;")
-    assert "firewall let port 5555 through" in out
+    assert out == "no: nothing answered.\n"
 
 
 def test_the_address_may_come_from_the_environment(

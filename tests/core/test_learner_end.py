@@ -426,6 +426,42 @@ def test_who_lost_its_syncer_says_that_it_found_it_again_and_what_its_steps_are_
     assert not bench.of(act.Note), "it was not alone"
 
 
+@pytest.mark.parametrize(
+    ("fate", "end"),
+    [
+        ("merged", "the 5 steps taken alone are in the global model"),
+        ("late", "of the 5 steps taken alone, what they did to 1 of 2 fragments is in the global"),
+    ],
+)
+def test_what_became_of_steps_taken_alone_is_said_once_all_of_it_is_known(
+    learner: Make, fate: str, end: str
+) -> None:
+    bench = learner(fragments=2)
+    bench.join()
+    bench.do(ev.Lost, reason="the connection broke")
+    bench.train(5)
+    bench.welcome(epoch=8, keep=True)
+    for fragment, met in ((0, "merged"), (1, fate)):
+        bench.pull(fragment, fragment)
+        bench.train()
+        bench.do(ev.PushSent, fragment=fragment)
+        assert not bench.of(act.Note)
+        bench.fate(fragment, fragment, met)
+        if met == "merged" and fragment == 0:
+            assert not bench.of(act.Note), "the other fragment's fate is open"
+    if fate == "late":  # it is offered again next time, but others were faster
+        assert not bench.of(act.Note)
+        bench.announce(1, 1)
+        bench.do(ev.Arrived, fragment=1, version=1)
+        bench.do(ev.Paused)
+    assert bench.one(act.Note).text.startswith(end)
+    bench.land(0, 1)
+    bench.pull(9, 0)
+    bench.train()
+    bench.fate(9, 0, "merged")
+    assert not bench.of(act.Note)
+
+
 def test_a_syncer_that_ends_with_the_run_is_not_looked_for_in_words(learner: Make) -> None:
     bench = learner()
     bench.join()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco_plugin
 from diloco_plugin.errors import RefusedError, UnreachableError
+from diloco_plugin.learner import joining
 from diloco_plugin.wire import messages as msg
 from tests.end_to_end.fleet import (
     Trainee,
@@ -207,12 +208,17 @@ def test_two_learners_with_one_data_seed_are_warned_about(
                 assert any(said in text for text in by("diloco.syncer"))
 
 
-def test_nobody_at_the_address_is_an_error_in_time_with_what_to_do() -> None:
+def test_nobody_at_the_address_is_an_error_in_time_with_what_to_do(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = f"tcp://127.0.0.1:{free_ports()}"
     model = small_model(0)
     started = time.monotonic()
+    monkeypatch.setattr(joining, "NEWS_SECONDS", 0.1)
     with pytest.raises(UnreachableError, match="diloco syncer --bind") as error:
         diloco_plugin.attach(model, sgd(model), address, connect_timeout=0.5)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("not in the run yet, and waiting for it, 0 s in all" in line for line in said) == 1
     assert time.monotonic() - started < 10
     assert address in str(error.value)
     assert "require_syncer=False" in str(error.value)

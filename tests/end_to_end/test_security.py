@@ -162,6 +162,18 @@ def test_an_unknown_key_is_refused_told_why_and_seen_in_the_status(
         check(syncer.address, folder(ring, "mallory"), 0.5)
 
 
+def test_check_finds_a_key_that_was_given_another_name(
+    ring: Keyring, syncer: Syncer, tmp_path: Path
+) -> None:
+    shutil.copy(Path(folder(ring, "alpha")) / "syncer.pub", tmp_path)
+    shutil.copy(Path(folder(ring, "alpha")) / "alpha.key", tmp_path / "omega.key")
+    with pytest.raises(RefusedError) as joining:
+        attach(syncer.address, str(tmp_path))
+    with pytest.raises(RefusedError, match=r"the key of learner 'alpha', not of 'omega'") as found:
+        check(syncer.address, str(tmp_path))
+    assert str(found.value) == str(joining.value)
+
+
 def test_who_has_no_key_is_told_that_it_needs_one(syncer: Syncer) -> None:
     for attempt in (
         lambda: attach(syncer.address, None),

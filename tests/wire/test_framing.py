@@ -56,7 +56,6 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         max_size=4,
     ).filter(lambda body: depth(body) <= STATUS_DEPTH_MAX),
     "incarnation": st.text("0123456789abcdef", min_size=32, max_size=32),
-    "data_seed": st.none() | st.integers(0, 2**63),
 }
 
 
@@ -88,6 +87,10 @@ def of_type(type_: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.tuples(*map(of_type, type_.item_types))
         case msgspec.inspect.StructType():
             return of_struct(type_.cls)
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.UnionType():
+            return st.one_of(*map(of_type, type_.types))
     raise NotImplementedError(type_)
 
 

@@ -34,9 +34,9 @@ class Address:
         """Reads an address. Raises ConfigError with what is wrong with it and how it should be."""
         match = _SCHEME.fullmatch(text)
         if match is None:
-            raise ConfigError(
-                f"The address {text!r} has no scheme. Write tcp://{text or '127.0.0.1:5555'}."
-            )
+            host, port = ("127.0.0.1", text) if text.isdecimal() else (text or "127.0.0.1", "5555")
+            like = text if ":" in text else f"{host}:{port}"
+            raise ConfigError(f"The address {text!r} has no scheme. Write tcp://{like}.")
         scheme, rest = match[1].lower(), match[2]
         if scheme == "ipc":
             if not rest or rest == "*" or "\0" in rest:

@@ -19,7 +19,6 @@ from typing import Any
 from tests.attacks.stage import MIB, Stage, staged
 from tests.attacks.test_attacks import EVERYWHERE
 
-SECONDS = 2.5
 #: Between two windows, for rounds that the change itself has upset.
 PAUSE = 0.5
 
@@ -69,23 +68,23 @@ def obey(address: str, pid: int) -> None:
         print("done", flush=True)
 
 
-def rate(stage: Stage) -> float:
+def rate(stage: Stage, seconds: float) -> float:
     """Rounds merged per second from now on."""
     before, start = stage.status()["rounds"]["merged"], time.monotonic()
-    time.sleep(SECONDS)
+    time.sleep(seconds)
     return float(stage.status()["rounds"]["merged"] - before) / (time.monotonic() - start)
 
 
 def measure(
-    stage: Stage, attacker: Attacker, name: str, repeats: int, settle: float
+    stage: Stage, attacker: Attacker, name: str, repeats: int, settle: float, seconds: float
 ) -> dict[str, float]:
     """One attack: medians without and with it, and the daemon's memory."""
     without, under, rss, held = [], [], stage.rss(), 0
     for _ in range(repeats):
-        without.append(rate(stage))
+        without.append(rate(stage, seconds))
         attacker.tell(name)
         time.sleep(settle)
-        under.append(rate(stage))
+        under.append(rate(stage, seconds))
         held = max(held, stage.rss() - rss)
         attacker.tell("")
         time.sleep(PAUSE)
@@ -101,6 +100,7 @@ def main() -> None:
     parser.add_argument(
         "--settle", type=float, default=0.0, help="seconds of an attack before it is measured"
     )
+    parser.add_argument("--seconds", type=float, default=2.5, help="of one window")
     parser.add_argument("--at", help=argparse.SUPPRESS)
     parser.add_argument("--pid", type=int, help=argparse.SUPPRESS)
     arguments: Any = parser.parse_args()
@@ -110,7 +110,14 @@ def main() -> None:
     shares = []
     with staged(None) as stage, Attacker(stage) as attacker:
         for name in arguments.names or EVERYWHERE:
-            found = measure(stage, attacker, name, arguments.repeats, arguments.settle)
+            found = measure(
+                stage,
+                attacker,
+                name,
+                arguments.repeats,
+                arguments.settle,
+                arguments.seconds,
+            )
             shares.append(found["share"])
             print(
                 f"{name:<75} {found['clean']:6.2f} {found['hit']:6.2f} rounds/s"

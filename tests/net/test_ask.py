@@ -62,6 +62,15 @@ def test_a_syncer_that_does_not_answer_is_said_to_be_stuck(net: Net) -> None:
         ask(door.address, b"x", 0.3)
 
 
-def test_a_wrong_address_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="no scheme"):
-        ask("127.0.0.1:5555", b"x", 1)
+@pytest.mark.parametrize(
+    ("given", "like"),
+    [
+        ("127.0.0.1:80", "tcp://127.0.0.1:80"),
+        ("box", "tcp://box:5555"),
+        ("70", "tcp://127.0.0.1:70"),
+        ("", "tcp://127.0.0.1:5555"),
+    ],
+)
+def test_an_address_without_a_scheme_is_told_how_to_be_written(given: str, like: str) -> None:
+    with pytest.raises(ConfigError, match=f"no scheme. Write {like}\\.$"):
+        ask(given, b"x", 1)

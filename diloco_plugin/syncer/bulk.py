@@ -125,6 +125,11 @@ class Bulk:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="diloco-bulk", daemon=True)
 
+    @property
+    def port(self) -> int:
+        """Where the bulk door listens."""
+        return self._door.port
+
     # ---- commands: any thread ----
 
     def start(self) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from diloco_plugin._version import __version__
 from diloco_plugin.config import SyncerConfig, parameters_to
-from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core import policy
 from diloco_plugin.core.events import Life
@@ -32,6 +30,7 @@ from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import Door, new_context
 from diloco_plugin.store import Store
 from diloco_plugin.syncer.bulk import Bulk
+from diloco_plugin.syncer.carrying import Carrier
 from diloco_plugin.syncer.control import QUARANTINE, Control, Heard
 from diloco_plugin.syncer.intake import KEEPER_CLOSE_SECONDS, Intake
 from diloco_plugin.syncer.keeping import Keeper, past_of
@@ -125,7 +124,6 @@ class Syncer:
             self._security.probe(self._context, (door, bulk_door))
             undo.pop_all()
         self._control = Control(door, self._security)
-        self._bulk_port = bulk_door.port
         self._bulk = Bulk(
             bulk_door, self._security, self._pushes_kept(), config.parameters.lease, self
         )
@@ -137,14 +135,19 @@ class Syncer:
         self._intake = Intake(config, self._merging, self._bulk, self._keeper, init)
         if model is not None and store is not None and store.run is not None:
             self._intake.go_on(store.run, model)
-        self._closing_rounds: set[int] = set()
-        self._asking = b""
-        self._greeting: msg.Hello | None = None
-        self._has_model = init is not None or model is not None
-        self._complained = 0.0
+        self._carrier = Carrier(
+            config,
+            self._core,
+            self._control,
+            self._bulk,
+            self._merging,
+            self._intake,
+            self._keeper,
+            later=self._pending.append,
+        )
+        self._carrier.has_model = init is not None or model is not None
         self._strange_bulk: Counter[str] = Counter()
-        self._stopped = self._reload_asked = False
-        self._carriers = self._carriers_by_action()
+        self._reload_asked = False
 
     @property
     def address(self) -> str:
@@ -161,7 +164,7 @@ class Syncer:
         poll.add(self._control.door)
         poll.add(self._waker)
         try:
-            while not self._stopped:
+            while not self._carrier.stopped:
                 poll.wait((self._core.next_deadline_ns() - time.monotonic_ns()) / 1e9)
                 self._turn()
             self._farewell()
@@ -214,7 +217,7 @@ class Syncer:
         self._pending.append(event)
         while self._pending:
             for action in self._decide(self._core, self._pending.popleft()):
-                self._carriers[type(action)](action)
+                self._carrier.carry_out(action)
 
     def _post(self, event: ev.SyncerEvent | BaseException) -> None:
         self._queue.put(event)
@@ -227,7 +230,7 @@ class Syncer:
             keeper, self._keeper = self._keeper, None
             if not keeper.close(self._merging.model, self._core.clock, KEEPER_CLOSE_SECONDS):
                 self.exit_code = NOT_WRITTEN
-        if not self._has_model:
+        if not self._carrier.has_model:
             self._output.nothing("no learner has brought a model")
         elif not merged:
             self._output.nothing("the last merge does not end")
@@ -269,7 +272,7 @@ class Syncer:
         return parameters.learners * rounds
 
     def _publish_when_due(self) -> None:
-        if self._has_model and self._output.due(time.monotonic()):
+        if self._carrier.has_model and self._output.due(time.monotonic()):
             clock, config, model = (
                 self._core.clock,
                 self._intake.model_config,
@@ -294,7 +297,7 @@ class Syncer:
             self._control.answer(route, encode(msg.HelloRequired(epoch=self._core.epoch)))
             return
         if isinstance(message, msg.Heartbeat):
-            self._send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
+            self._carrier.send(life, msg.HeartbeatAnswer(epoch=self._core.epoch))
         if isinstance(message, msg.StateAnswer) and message.size > self._state_max():
             message = msg.StateAnswer(
                 epoch=epoch, ticket=message.ticket, nothing=f"too large ({message.size:,} bytes)"
@@ -312,7 +315,7 @@ class Syncer:
             code, text = objection
             self._control.answer(heard.route, encode(msg.Refuse(code=code, text=text)))
         elif isinstance(heard.message, msg.PlaceRequest):
-            self._asking = heard.route
+            self._carrier.asking = heard.route
             self._step(ev.PlaceAsked(now_ns=now, name=heard.message.name))
         else:
             self._control.answer(heard.route, self._encoded_status())
@@ -336,7 +339,7 @@ class Syncer:
             self._control.hang_up(before)
             self._step(ev.Vanished(now_ns=now, life=before))
         self._control.bind(life, heard.route)
-        self._greeting = hello
+        self._carrier.greeting = hello
         self._step(
             ev.Knocked(
                 now_ns=now,
@@ -389,176 +392,6 @@ class Syncer:
         """Any thread: our own bug; the daemon must not go on."""
         self._post(error)
 
-    # ---- carrying out ----
-
-    def _carriers_by_action(self) -> dict[type, Callable[[Any], None]]:
-        return {
-            act.Admit: self._admit,
-            act.Refuse: self._refuse,
-            act.TellPlace: self._tell_place,
-            act.AskHello: lambda a: self._send(a.life, msg.HelloRequired(epoch=self._core.epoch)),
-            act.Probe: lambda a: self._send(a.life, msg.Probe(nonce=a.nonce)),
-            act.Dismiss: self._dismiss,
-            act.RequestSeed: self._request_seed,
-            act.Pull: self._pull,
-            act.Receive: self._receive,
-            act.Discard: self._discard,
-            act.Fold: lambda a: self._merging.fold(a, closing=a.round in self._closing_rounds),
-            act.Merge: self._merge,
-            act.Drop: self._drop,
-            act.Commit: self._commit,
-            act.Announce: self._announce,
-            act.TellFate: self._tell_fate,
-            act.RequestState: self._request_state,
-            act.OfferState: self._offer_state,
-            act.EndState: self._end_state,
-            act.RefuseState: lambda a: self._send(a.joiner, msg.NoState(reason=a.reason)),
-            act.CompleteRun: lambda a: self._tell_all(a.lives, msg.RunComplete(reason=a.reason)),
-            act.Caution: self._caution,
-            act.Note: lambda a: log.log(logging.ERROR if a.urgent else logging.INFO, "%s", a.text),
-            act.Stop: self._stop,
-        }
-
-    def _send(self, life: Life, message: msg.Message) -> None:
-        if not self._control.send(life, message):
-            self._pending.append(ev.Vanished(now_ns=time.monotonic_ns(), life=life))
-
-    def _tell_all(self, lives: tuple[Life, ...], message: msg.Message) -> None:
-        for life in lives:
-            self._send(life, message)
-
-    def _admit(self, action: act.Admit) -> None:
-        model = self._merging.the_model
-        token = secrets.token_bytes(16)
-        if self._greeting is not None and self._greeting.name == action.life.name:
-            # who is turned away has no say in what is published
-            self._intake.describe(self._greeting.model_config)
-        self._bulk.forget(action.life)  # a life that comes back begins its transfers anew
-        self._bulk.expect(token, action.life)
-        parameters = parameters_to(self.config.parameters)
-        parameters.pop("outer_options")  # may hold lists; learners take no outer steps
-        welcome = msg.Welcome(
-            protocol=msg.PROTOCOL,
-            run=self.config.run,
-            epoch=self._core.epoch,
-            index=action.index,
-            count=action.count,
-            clock=action.clock,
-            keep=action.keep,
-            fragments=len(model.layout.fragments),
-            fingerprint=model.layout.fingerprint,
-            parameters=parameters,
-            bulk_port=self._bulk_port,
-            token=token,
-        )
-        how = "goes on with what it holds, as" if action.keep else "joins with"
-        log.info("learner %s %s index %d of %d", action.life, how, action.index, action.count)
-        self._send(action.life, welcome)
-
-    def _tell_place(self, action: act.TellPlace) -> None:
-        place = msg.Place(index=action.index, count=action.count)
-        self._control.answer(self._asking, encode(place))
-
-    def _refuse(self, action: act.Refuse) -> None:
-        loud = time.monotonic() - self._complained > 1.0  # somebody may knock without end
-        level = logging.WARNING if loud else logging.DEBUG
-        log.log(level, "learner %s is turned away (%s): %s", action.life, action.code, action.text)
-        self._complained = time.monotonic() if loud else self._complained
-        self._send(action.life, msg.Refuse(code=action.code, text=action.text))
-        self._control.hang_up(action.life)
-
-    def _dismiss(self, action: act.Dismiss) -> None:
-        log.info("learner %s is gone: %s", action.life, action.reason)
-        if action.tell:
-            self._send(action.life, msg.Fence(reason=action.reason))
-        self._control.hang_up(action.life)
-        self._bulk.forget(action.life)
-
-    def _request_seed(self, action: act.RequestSeed) -> None:
-        self._has_model = False
-        self._send(action.life, msg.SeedRequest())
-        self._bulk.receive_seed(action.life)
-
-    def _pull(self, action: act.Pull) -> None:
-        log.debug("round %d pulls fragment %d: %s", action.round, action.fragment, action.reason)
-        if action.closing:
-            self._closing_rounds.add(action.round)
-        pull = msg.Pull(
-            round=action.round,
-            fragment=action.fragment,
-            version=action.version,
-            closing=action.closing,
-        )
-        self._tell_all(action.lives, pull)
-
-    def _receive(self, action: act.Receive) -> None:
-        exact = action.round in self._closing_rounds
-        name = "fp32" if exact else self.config.parameters.codec
-        self._bulk.receive(action.life, action.round, action.fragment, name)
-
-    def _discard(self, action: act.Discard) -> None:
-        self._bulk.discard(action.life, action.round)
-        self._merging.discard(action)
-
-    def _merge(self, action: act.Merge) -> None:
-        log.debug("round %d merges fragment %d: %s", action.round, action.fragment, action.reason)
-        self._closing_rounds.discard(action.round)
-        self._merging.merge(action, self._core.rounds.versions[action.fragment] + 1)
-
-    def _drop(self, action: act.Drop) -> None:
-        self._closing_rounds.discard(action.round)
-        self._merging.drop(action)
-
-    def _commit(self, action: act.Commit) -> None:
-        model = self._merging.the_model
-        if self._keeper is not None:
-            self._keeper.commit(action, model)
-            return
-        model.publish(action.fragment)
-        self._pending.append(ev.CommitDone(now_ns=time.monotonic_ns(), round=action.round))
-
-    def _announce(self, action: act.Announce) -> None:
-        self._has_model = True
-        copy = self._merging.the_model.wire_copy(action.fragment)
-        assert copy is not None
-        announce = msg.Announce(
-            fragment=action.fragment, version=action.version, clock=action.clock, codec=copy.codec
-        )
-        self._tell_all(action.lives, announce)
-
-    def _tell_fate(self, action: act.TellFate) -> None:
-        fate = msg.Fate(
-            round=action.round,
-            fragment=action.fragment,
-            fate=action.fate.value,
-            reason=action.reason,
-        )
-        self._send(action.life, fate)
-
-    def _request_state(self, action: act.RequestState) -> None:
-        self._send(action.donor, msg.StateRequest(ticket=action.ticket))
-
-    def _offer_state(self, action: act.OfferState) -> None:
-        log.info("learner %s gives its inner state to %s", action.donor, action.joiner)
-        self._bulk.relay(action.ticket, action.donor, action.joiner, action.size)
-        offer = msg.StateOffer(
-            ticket=action.ticket, donor=action.donor.name, clock=action.clock, size=action.size
-        )
-        self._send(action.joiner, offer)
-
-    def _end_state(self, action: act.EndState) -> None:
-        self._bulk.end_relay(action.ticket)
-        self._send(action.donor, msg.StateOver(ticket=action.ticket))
-
-    def _caution(self, action: act.Caution) -> None:
-        log.warning("learner %s: %s", action.life, action.text)
-        self._send(action.life, msg.Warn(text=action.text))
-
-    def _stop(self, action: act.Stop) -> None:
-        log.info("stopping: %s", action.reason)
-        self._tell_all(action.lives, msg.GoingAway(reason=action.reason))
-        self._stopped = True
-
     # ---- looking in ----
 
     def _encoded_status(self) -> bytes:
@@ -577,7 +410,7 @@ class Syncer:
             "protocol": msg.PROTOCOL,
             "version": __version__,
             "parameters": parameters_to(self.config.parameters),
-            "bulk_port": self._bulk_port,
+            "bulk_port": self._bulk.port,
             "strange_messages": dict(
                 sorted((self._control.strange + self._strange_bulk.copy()).items())
             ),

@@ -35,7 +35,7 @@ def test_who_leaves_after_the_end_of_the_run_is_not_told_that_its_syncer_was_sto
     values = {"sync_every": 2, "fragments": 1, "overlap": 0, "lease": 1.0, "close_timeout": 0.1}
     with running_syncer(**values, config={"steps": 4}) as syncer:
         learner = diloco_plugin.attach(model, optimizer, syncer.address, name="a")
-        train_until(model, optimizer, lambda: syncer._stopped)
+        train_until(model, optimizer, lambda: syncer._carrier.stopped)
         until(lambda: not learner.connected)
         learner.close()
     assert "without a closing round: the run had ended (the run has reached its last" in caplog.text

@@ -13,21 +13,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import Tensor
 
-from diloco_plugin.config import parameters_from
 from diloco_plugin.core import actions as act
 from diloco_plugin.core import events as ev
 from diloco_plugin.core.learner import LearnerCore
-from diloco_plugin.core.parameters import Parameters
-from diloco_plugin.errors import ConfigError, LayoutError, WireError
+from diloco_plugin.errors import ConfigError, WireError
 from diloco_plugin.learner.counting import StepCounter
 from diloco_plugin.learner.handover import Giving, Taking
 from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.introducing import Introduction, checked
+from diloco_plugin.learner.place import Place, read_place
 from diloco_plugin.learner.replica import Buffer, Replica
 from diloco_plugin.learner.transfers import Transfers
 from diloco_plugin.learner.translation import event_of, message_of
@@ -37,7 +36,6 @@ from diloco_plugin.net.keys import Insecure, LineKeys
 from diloco_plugin.net.poll import Poll, Waker
 from diloco_plugin.net.sockets import LOOK_SECONDS, Line, new_context
 from diloco_plugin.tensors.codec import codec
-from diloco_plugin.tensors.layout import Layout, build_layout, taking_part
 from diloco_plugin.wire import messages as msg
 from diloco_plugin.wire.framing import decode_to_learner, encode
 
@@ -49,17 +47,6 @@ FAREWELL_MS: Final = 500
 JOIN_SECONDS: Final = 5.0
 #: A handshake takes no longer; without a connection by then, libzmq may have given up for good.
 REOPEN_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What the syncer told at the door."""
-
-    parameters: Parameters
-    layout: Layout
-    index: int
-    count: int
-    run: str
 
 
 class Session:
@@ -414,7 +401,7 @@ class Session:
         if welcome.epoch < self.core.link.epoch:  # the core fences it: nothing of it counts
             self._step(welcomed)
             return
-        place = self._read_place(welcome)
+        place = read_place(welcome, self._introduction.specs, self.place)
         if isinstance(place, str):
             self._step(ev.TurnedAway(now_ns=now, code="layout", text=place))
             return
@@ -434,26 +421,6 @@ class Session:
         self._step(welcomed)
         if self._transfers is not None:
             self._transfers.welcome(self._token)
-
-    def _read_place(self, welcome: msg.Welcome) -> Place | str:
-        """What the Welcome says, or what is wrong with it."""
-        try:
-            parameters = parameters_from(welcome.parameters, source="the syncer", outer=False)
-            specs = taking_part(self._introduction.specs, parameters.buffers)
-            layout = build_layout(specs, welcome.fragments)
-        except (ConfigError, LayoutError) as error:
-            return f"the syncer's welcome cannot be used: {error}"
-        if layout.fingerprint != welcome.fingerprint:
-            return (
-                f"the syncer lays the model out otherwise (fingerprint {welcome.fingerprint[:12]},"
-                f" here {layout.fingerprint[:12]}): use the same diloco-plugin version everywhere."
-            )
-        if self.place is not None and self.place.layout.fingerprint != layout.fingerprint:
-            return (
-                f"the syncer came back with {len(layout.fragments)} fragments instead of"
-                f" {len(self.place.layout.fragments)}: start this learner again to join that run."
-            )
-        return Place(parameters, layout, welcome.index, welcome.count, welcome.run)
 
     def _open_bulk(self) -> None:
         assert self._bulk is not None

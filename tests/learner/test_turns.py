@@ -18,8 +18,8 @@ from diloco_plugin.errors import ConfigError
 from diloco_plugin.learner import Learner
 from diloco_plugin.learner.innerstate import InnerState
 from diloco_plugin.learner.island import Solo
+from diloco_plugin.learner.place import Place, read_place
 from diloco_plugin.learner.replica import Replica
-from diloco_plugin.learner.session import Place
 from diloco_plugin.learner.turns import Turns, _encode_plan
 from diloco_plugin.tensors.layout import build_layout, census
 from diloco_plugin.wire import messages as msg
@@ -136,6 +136,6 @@ def test_a_learner_takes_a_welcome_with_an_outer_optimizer_that_its_torch_lacks(
         bulk_port=1,
         token=b"0" * 16,
     )
-    assert isinstance(session._read_place(welcome), Place)
+    assert isinstance(read_place(welcome, learner._census.specs, session.place), Place)
     with pytest.raises(ConfigError):
         parameters_from(told)

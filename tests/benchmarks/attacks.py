@@ -1,14 +1,15 @@
 """`python -m tests.benchmarks.attacks [NAME...]`: rounds merged per second under each attack, in
 plaintext, as a share of those without, measured in turn.
 
-The attacker is a process of its own on the same machine: where it is short of cores, the figure
-also counts what the attacker takes from the learners.
+The attacker is a process of its own on the same machine, and takes only the time of the cores that
+nobody else wants: a real one has cores of its own, and takes none from the learners.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class Attacker:
 
 def obey(address: str, pid: int) -> None:
     """The attacker's process."""
+    os.nice(19)
     stage = Stage(address, pid)
     running = contextlib.ExitStack()
     for line in sys.stdin:

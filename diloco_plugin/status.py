@@ -260,9 +260,9 @@ def check(
     from diloco_plugin.wire.messages import PROTOCOL
 
     security = learner_keys(address, keys, name)
+    joins_as = security.name if isinstance(security, LineKeys) else None
     began = time.monotonic()
     try:
-        joins_as = security.name if isinstance(security, LineKeys) else None
         body = fetch(address, timeout_seconds, security, name=joins_as)
     except WireError as error:
         raise UnreachableError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco_plugin.config import SyncerConfig, parameters_from
 from diloco_plugin.syncer import Syncer
+from tests.waiting import until
 
 
 @contextmanager
@@ -42,6 +43,11 @@ def running_syncer(
     assert not thread.is_alive(), "the syncer did not stop"
     if failures:
         raise failures[0]
+
+
+def wait_until_live(syncer: Syncer, count: int) -> None:
+    """So many learners are there, and all are live: rounds ask those that are when they open."""
+    until(lambda: [m["state"] for m in syncer.status()["learners"]] == ["live"] * count)
 
 
 def global_model(syncer: Syncer) -> dict[str, Tensor]:

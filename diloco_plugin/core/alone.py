@@ -17,19 +17,15 @@ class Alone:
         self._steps, self._merged = steps + (self._steps if self._open else 0), 0
         self._fragments, self._open = len(fragments), set(fragments)
 
-    def merged(self, fragment: int) -> str:
-        """A push of this fragment was merged. Returns what to tell, if that was the last one."""
-        self._merged += fragment in self._open
-        return self._settle(fragment)
+    def settle(self, fragment: int, *, merged: bool) -> str:
+        """A push of this fragment was merged, or what it would give was overwritten or refused.
 
-    def lost(self, fragment: int) -> str:
-        """The fragment was overwritten, or its progress refused. Returns as `merged`."""
-        return self._settle(fragment)
-
-    def _settle(self, fragment: int) -> str:
+        Returns what to tell, if that was the last one.
+        """
         if fragment not in self._open:
             return ""
         self._open.discard(fragment)
+        self._merged += merged
         if self._open:
             return ""
         alone = f"{policy.counted(self._steps, 'step')} taken alone"

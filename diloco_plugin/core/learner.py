@@ -207,7 +207,7 @@ class LearnerCore:
         if part.staged is not None:
             self._out.append(self._staging.unstage(index, part))
         if part.owed is None:  # else the fate of what was given is still to come
-            self._note(self._alone.lost(index))
+            self._note(self._alone.settle(index, merged=False))
         part.rebase(version)
         self._closing.chased += self.closing
         self.clock = max(self.clock, part.clock)
@@ -354,10 +354,9 @@ class LearnerCore:
             self._note(f"the syncer did not take progress of fragment {event.fragment}: {why}")
         self.fates[key] = self.fates.get(key, 0) + 1
         again = part.hear_fate(event.round, event.fate)
-        if event.fate == "merged":
-            self._note(self._alone.merged(event.fragment))
-        elif not again:
-            self._note(self._alone.lost(event.fragment))
+        if not again:
+            merged = event.fate == "merged"
+            self._note(self._alone.settle(event.fragment, merged=merged))
         if again and refused and self.closing:
             part.give_up()
             self._closing.restore = True

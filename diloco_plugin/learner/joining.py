@@ -54,11 +54,10 @@ class Joining:
         """Say why it takes so long, once."""
         if not self._said and self._news.over(moved):
             self._said = True
-            why = why_not_joined(session, core).partition(": ")[2]
             log.warning(
                 "not in the run yet, and waiting for it, %.0f s in all (connect_timeout): %s",
                 self._timeout,
-                why,
+                error_of(why_not_joined(session, core)),
             )
 
 

@@ -40,9 +40,12 @@ class Carrier:
         intake: Intake,
         keeper: Keeper | None,
         *,
+        has_model: bool,
         later: Callable[[ev.SyncerEvent], None],
     ) -> None:
-        """`later` takes what follows from an action at once, to be decided on next."""
+        """`has_model`: the run was given one, or goes on with one. `later` takes what follows from
+        an action at once, to be decided on next.
+        """
         self._config, self._core, self._control = config, core, control
         self._bulk, self._merging = bulk, merging
         self._intake, self._keeper = intake, keeper
@@ -51,7 +54,7 @@ class Carrier:
         self.greeting: msg.Hello | None = None
         self.asking = b""
         #: there is a global model, whole
-        self.has_model = False
+        self.has_model = has_model
         #: the core has said its last word
         self.stopped = False
         self._closing_rounds: set[int] = set()

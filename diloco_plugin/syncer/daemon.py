@@ -143,9 +143,9 @@ class Syncer:
             self._merging,
             self._intake,
             self._keeper,
+            has_model=init is not None or model is not None,
             later=self._pending.append,
         )
-        self._carrier.has_model = init is not None or model is not None
         self._strange_bulk: Counter[str] = Counter()
         self._reload_asked = False
 

@@ -21,7 +21,7 @@ from tests.end_to_end.fleet import (
     train_until,
 )
 from tests.end_to_end.forged import Forged, one_weight
-from tests.syncers import global_model, running_syncer
+from tests.syncers import global_model, running_syncer, wait_until_live
 from tests.waiting import until
 
 SIZE = 50
@@ -75,8 +75,7 @@ def test_closing_rounds_move_the_model_by_the_mean_of_what_was_left() -> None:
                     learner.seed([torch.zeros(SIZE)])
                 else:
                     learner.take()
-            # rounds pull from those that are live when they open
-            until(lambda: [m["state"] for m in syncer.status()["learners"]] == ["live"] * 4)
+            wait_until_live(syncer, 4)
             for clock in (1, 2, 3):
                 everybody_pushes(clock)
                 outer_step(ones)

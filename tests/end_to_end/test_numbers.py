@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import diloco_plugin
 from diloco_plugin.syncer import Syncer
 from tests.end_to_end.fleet import batches, largest_difference, run_all, small_model, train_step
-from tests.syncers import global_model, running_syncer
+from tests.syncers import global_model, running_syncer, wait_until_live
 from tests.waiting import until
 
 LOCKSTEP_ONE: dict[str, Any] = {
@@ -123,7 +123,7 @@ def test_updates_too_small_for_bf16_accumulate_in_the_global_model() -> None:
         lead = diloco_plugin.attach(whole, sgd(whole, step), syncer.address, name="whole")
         follow = threading.Thread(target=job, args=(half, 0.0, "half", syncer.address))
         follow.start()
-        until(lambda: len([m for m in syncer.status()["learners"] if m["state"] == "live"]) == 2)
+        wait_until_live(syncer, 2)
         constant_steps(whole, lead._optimizers[0], 8)
         lead.close()
         follow.join(20)

@@ -14,7 +14,7 @@ from diloco_plugin.syncer.model import GlobalModel
 from diloco_plugin.tensors.layout import TensorSpec, build_layout
 from diloco_plugin.wire import messages as msg
 from tests.end_to_end.forged import Forged, one_weight
-from tests.syncers import global_model, running_syncer
+from tests.syncers import global_model, running_syncer, wait_until_live
 from tests.waiting import until
 
 #: fp32 has 24 bits; sums of four terms of about the same size lose two of them.
@@ -73,8 +73,7 @@ def merge_over_sockets(order: tuple[int, ...]) -> Tensor:
                     learner.seed([torch.zeros(size)])
                 else:
                     learner.take()
-            # rounds pull from those that are live when they open
-            until(lambda: [m["state"] for m in syncer.status()["learners"]] == ["live"] * 4)
+            wait_until_live(syncer, 4)
             for learner in team:
                 learner.progress(1)
             pulls = [learner.pulled() for learner in team]

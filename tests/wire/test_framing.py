@@ -56,6 +56,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         max_size=4,
     ).filter(lambda body: depth(body) <= STATUS_DEPTH_MAX),
     "incarnation": st.text("0123456789abcdef", min_size=32, max_size=32),
+    "data_seed": st.none() | st.integers(0, 2**63),
 }
 
 
